@@ -184,6 +184,9 @@ def _modes(model: nn.Module) -> dict[str, Any]:
         "batchnorms_in_eval_mode": _names(
             name for name, item in norms.items() if not item.training and _is_trained(item)
         ),
+        "batchnorms_never_trained": _names(
+            name for name, item in norms.items() if not item.training and _has_initial_statistics(item)
+        ),
         "batchnorms_without_updates": _names(
             name for name, item in norms.items() if item.track_running_stats and item.momentum == 0
         ),
@@ -191,6 +194,17 @@ def _modes(model: nn.Module) -> dict[str, Any]:
         "dropouts_in_eval_mode": sum(not item.training for item in dropouts),
         "largest_dropout": max((float(item.p) for item in dropouts), default=0.0),
     }
+
+
+def _has_initial_statistics(module: nn.Module) -> bool:
+    """Return whether no batch has changed the running statistics of a batch normalisation."""
+    count = getattr(module, "num_batches_tracked", None)
+    if not isinstance(count, Tensor) or count.is_meta or int(count):
+        return False
+    mean, variance = module.running_mean, module.running_var
+    if not isinstance(mean, Tensor) or not isinstance(variance, Tensor):
+        return False
+    return bool((mean == 0).all()) and bool((variance == 1).all())
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -148,8 +148,11 @@ def _reduction(nodes: list[Any], names: list[str]) -> tuple[str, float, bool]:
             return REDUCTIONS.get(getattr(node, "_saved_reduction", 0), ""), divisor, is_divided_by_tensor
         if name in ("Mean", "Sum") and not _is_over_terms(node):
             return name.lower(), divisor, is_divided_by_tensor
-        if name in ("Add", "Sub", "Stack", "Cat"):  # factors of single terms are weights
-            return _reduction(nodes[position + 1 :], names[position + 1 :])[0], divisor, is_divided_by_tensor
+        if name in ("Add", "Sub", "Stack", "Cat"):
+            reduction, of_term, term_by_tensor = _reduction(nodes[position + 1 :], names[position + 1 :])
+            if reduction == "sum":  # its divisor is probably the number of rows; those of means are weights
+                return reduction, divisor * of_term, is_divided_by_tensor or term_by_tensor
+            return reduction, divisor, is_divided_by_tensor
         if math.prod(_output(node)[0]) > 1:  # an unknown reduction, beyond which factors belong to the model
             break
         if name in ("Mul", "Div"):

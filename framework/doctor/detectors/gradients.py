@@ -81,7 +81,10 @@ class LeftoverGradients(Detector):
         "sum over all steps. Call optimizer.zero_grad() once per step."
     )
     source = "torch.optim documentation: zero_grad"
-    thresholds = {"share": Threshold(0.5, "half of all parameters; another loss may leave gradients in a few")}
+    thresholds = {
+        "share": Threshold(0.5, "half of all parameters; another loss may leave gradients in a few"),
+        "checks": Threshold(3, "checked steps, or all of them in a shorter run"),
+    }
     needs = ("training_checks",)
     explains = frozenset(
         {
@@ -96,21 +99,23 @@ class LeftoverGradients(Detector):
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if most parameters had a gradient before the backward pass of the last checked step."""
+        """Return a finding if most parameters had a gradient before the backward passes of several checked steps."""
         leftover = history.curve("training_checks/leftover_gradient_count")
         # Nothing zeroes the gradients of parameters that are in no optimizer, which is another finding.
         outside = int(history.facts.get("without_optimizer", {}).get("count", 0))
         trainable = max(int(history.facts.get("trainable", 0)) - outside, 1)
         is_left = (leftover.values - outside) / trainable > self.limit("share")
-        if not len(is_left) or not is_left[-1]:
+        # A loop that zeroes gradients once per epoch has none at some of the steps.
+        if not len(is_left) or int(is_left.sum()) < min(self.limit("checks"), len(is_left)):
             return
+        count = int(leftover.values[is_left][-1])
         yield self.finding(
             "critical",
             leftover.first_step_where(is_left) or 0,
-            f"Gradients are not set to zero between steps: {int(leftover.last)} parameters still had one when the "
+            f"Gradients are not set to zero between steps: {count} parameters still had one when the "
             "backward pass started, so every step adds all earlier gradients.",
             "Call optimizer.zero_grad() after every optimizer.step().",
-            Evidence("training_checks/leftover_gradient_count", int(leftover.last), 0, "0"),
+            Evidence("training_checks/leftover_gradient_count", count, 0, "0"),
             confidence=0.97,
         )
 

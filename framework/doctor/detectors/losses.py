@@ -124,6 +124,9 @@ class LossSummed(Detector):
         "with the batch size. Use reduction='mean', or divide by the number of rows or tokens."
     )
     source = "torch.nn losses: the argument reduction"
+    applies_to = (
+        "every optimizer; under Adam, which ignores the scale, it is a remark unless the loss is a cross-entropy"
+    )
     needs = (CHECKS,)
     explains = frozenset(
         {
@@ -146,8 +149,10 @@ class LossSummed(Detector):
         rows = history.settings.get("batch_size")
         if not curve.last > 0 or rows == 1:
             return
+        # Adam ignores the scale of gradients, and some losses, such as those of autoencoders, are sums by definition.
+        is_by_definition = history.is_adam_like and not history.last(f"{CHECKS}/class_count") > 0
         yield self.finding(
-            "warning",
+            "info" if is_by_definition else "warning",
             curve.first_step,
             f"The loss is summed over the batch{f' of {rows} rows' if rows else ''} instead of averaged, so gradients "
             "grow with the batch size.",

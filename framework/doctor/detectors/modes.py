@@ -50,8 +50,9 @@ class BatchNormFrozen(Detector):
     name = "batchnorm-frozen"
     symptom = "Training and validation differ with batch normalisation"
     cause = (
-        "Batch normalisations with trainable parameters are in eval mode, or have a momentum of 0, so that they "
-        "normalise with old statistics. Freeze them completely, or call train() on them."
+        "Batch normalisations with trainable parameters or with their initial statistics are in eval mode, or have a "
+        "momentum of 0, so that they normalise with old statistics or not at all. Call train() on them, or freeze them "
+        "completely after they were trained."
     )
     source = "torch.nn.BatchNorm2d: momentum, track_running_stats"
     applies_to = "models with batch normalisation"
@@ -60,7 +61,15 @@ class BatchNormFrozen(Detector):
         """Return a finding from the start-up facts."""
         frozen = history.facts.get("batchnorms_in_eval_mode", {})
         without_updates = history.facts.get("batchnorms_without_updates", {})
-        if frozen.get("count") and not history.facts.get("in_eval_mode"):
+        never_trained = history.facts.get("batchnorms_never_trained", {})
+        if never_trained.get("count") and not history.facts.get("in_eval_mode"):
+            why = (
+                f"{never_trained['count']} of {history.facts['batchnorms']} batch normalisations are in eval mode with "
+                f"their initial statistics, mean 0 and variance 1, so that they normalise nothing: "
+                f"{names_text(never_trained)}."
+            )
+            yield self._finding(why, "facts/batchnorms_never_trained", never_trained["count"])
+        elif frozen.get("count") and not history.facts.get("in_eval_mode"):
             why = (
                 f"{frozen['count']} of {history.facts['batchnorms']} batch normalisations are in eval mode while the "
                 f"model trains, though their parameters are trainable: {names_text(frozen)}."
@@ -74,7 +83,10 @@ class BatchNormFrozen(Detector):
             yield self._finding(why, "facts/batchnorms_without_updates", without_updates["count"])
 
     def _finding(self, why: str, metric: str, value: int) -> Finding:
-        remedy = "Call train() on these modules, or freeze them with requires_grad_(False); the usual momentum is 0.1."
+        remedy = (
+            "Call train() on these modules, or freeze them with requires_grad_(False) after they were trained; the "
+            "usual momentum is 0.1."
+        )
         return self.finding("warning", 0, why, remedy, Evidence(metric, value, 0, "0"), confidence=0.85)
 
 

@@ -225,3 +225,38 @@ def test_command_fails_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["doctor", str(tmp_path / "run"), "--fail-on", "fatal"], packages=packages) == 2
     assert main(["doctor", str(tmp_path / "missing")], packages=packages) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "classes", "severity"), [("SGD", 0, "warning"), ("AdamW", 10, "warning"), ("AdamW", 0, "info")]
+)
+def test_summed_losses_matter_by_optimizer(optimizer: str, classes: int, severity: str) -> None:
+    history = History({"groups": [{"optimizer": optimizer, "lr": 1e-3}]})
+    history.add(1, {"training_checks/loss_is_summed": 1, "training_checks/class_count": classes})
+    found = {finding.id: finding.severity for finding in diagnose(history).findings}
+    assert found["loss-summed"] == severity
+
+
+@pytest.mark.parametrize(
+    ("leftover", "expected"),
+    [([4, 4, 4, 4, 0, 0], True), ([4], True), ([0, 0, 0, 4, 0, 0], False), ([1, 1, 1, 1, 1, 1], False)],
+    ids=["zeroed once per epoch", "second step", "once", "a few parameters"],
+)
+def test_gradients_that_are_not_zeroed_are_found(leftover: list[int], expected: bool) -> None:
+    history = History({"trainable": 4})
+    for step, count in zip((2, 3, 5, 10, 51, 101), leftover, strict=False):
+        history.add(step, {"training_checks/leftover_gradient_count": count})
+    assert ("gradients-not-zeroed" in {finding.id for finding in diagnose(history).findings}) is expected
+
+
+def test_batch_normalisations_that_never_trained_are_found() -> None:
+    """Frozen layers are usual after a training, and a mistake with their initial statistics."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    for is_trained, expected in ((False, True), (True, False)):
+        if is_trained:
+            model(torch.randn(8, 4))
+        model[1].eval().requires_grad_(False)
+        facts = start_facts(model, [torch.optim.SGD(model[0].parameters(), lr=0.1)])
+        assert bool(facts["batchnorms_never_trained"]["count"]) is expected
+        assert ("batchnorm-frozen" in {finding.id for finding in diagnose(History(facts)).findings}) is expected
+        model[1].train().requires_grad_(True)

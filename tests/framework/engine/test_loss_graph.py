@@ -43,6 +43,11 @@ LOSSES: dict[str, tuple[Callable[[], Tensor], tuple[str, float, bool, int]]] = {
     "with penalty": (lambda: 0.1 * WEIGHTS.square().sum() + cross_entropy(), ("mean", 1, False, CLASSES)),
     "mean of losses": (lambda: torch.stack([cross_entropy(), cross_entropy()]).mean(), ("mean", 1, False, CLASSES)),
     "sum of losses": (lambda: torch.stack([cross_entropy(), cross_entropy()]).sum(), ("mean", 1, False, CLASSES)),
+    "mean with weight": (lambda: WEIGHTS.sum() + 0.5 * cross_entropy(), ("mean", 1, False, CLASSES)),
+    "sum by rows with penalty": (
+        lambda: cross_entropy(reduction="sum") / ROWS - WEIGHTS.mean(),
+        ("sum", ROWS, False, CLASSES),
+    ),
     "mse": (lambda: F.mse_loss(logits(), torch.zeros(ROWS, CLASSES)), ("mean", 1, False, 0)),
     "bce": (lambda: F.binary_cross_entropy(logits().sigmoid(), torch.ones(ROWS, CLASSES)), ("mean", 1, False, 0)),
     "huber": (lambda: F.huber_loss(logits(), torch.zeros(ROWS, CLASSES), reduction="sum"), ("sum", 1, False, 0)),
