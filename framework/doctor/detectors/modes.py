@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from ..detector import Detector, DetectorRegistry
+from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
 from .levels import CHECKS
@@ -88,6 +88,37 @@ class BatchNormFrozen(Detector):
             "usual momentum is 0.1."
         )
         return self.finding("warning", 0, why, remedy, Evidence(metric, value, 0, "0"), confidence=0.85)
+
+
+@DetectorRegistry.register
+class DropoutTooStrong(Detector):
+    """Finds dropout that leaves hardly anything of its inputs."""
+
+    name = "dropout-too-strong"
+    symptom = "The training loss stays high, and the validation loss is far lower"
+    cause = (
+        "A dropout layer sets nearly all of its inputs to zero. The argument p of nn.Dropout is the probability of a "
+        "zero, not of keeping a value: usual are 0.1 to 0.5."
+    )
+    source = "Srivastava et al., Dropout, 2014, section 7.3: best between 0.2 and 0.6; torch.nn.Dropout: p"
+    applies_to = "models with dropout"
+    thresholds = {"probability": Threshold(0.85, "above every value that is in use")}
+    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "dead-units", "learning-rate-too-low"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the largest probability of dropout is near 1."""
+        probability = history.facts.get("largest_dropout") or 0.0
+        if not probability > self.limit("probability"):
+            return
+        yield self.finding(
+            "warning",
+            0,
+            f"A dropout layer sets {probability:.0%} of its inputs to zero, so that hardly any signal reaches the next "
+            "layer in training.",
+            "Use nn.Dropout(0.1) to nn.Dropout(0.5): p is the probability of a zero.",
+            Evidence("facts/largest_dropout", probability, self.limit("probability"), "0 to 0.5"),
+            confidence=0.85,
+        )
 
 
 @DetectorRegistry.register

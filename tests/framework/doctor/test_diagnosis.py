@@ -260,3 +260,10 @@ def test_batch_normalisations_that_never_trained_are_found() -> None:
         assert bool(facts["batchnorms_never_trained"]["count"]) is expected
         assert ("batchnorm-frozen" in {finding.id for finding in diagnose(History(facts)).findings}) is expected
         model[1].train().requires_grad_(True)
+
+
+@pytest.mark.parametrize(("probability", "expected"), [(0.9, True), (0.8, False)])
+def test_dropout_of_nearly_all_inputs_is_found(probability: float, expected: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(probability))
+    facts = start_facts(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    assert ("dropout-too-strong" in {finding.id for finding in diagnose(History(facts)).findings}) is expected
