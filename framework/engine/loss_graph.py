@@ -29,6 +29,8 @@ MOST_VISITED = 64
 """Nodes visited in the search for a loss function among the terms of a sum."""
 MOST_TARGETS = 2**16
 """Targets whose classes are counted."""
+FIRST_TARGETS = 64
+"""Targets that the description contains."""
 LOSSES = frozenset(
     {"NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"}
     | {"BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "MultiMarginLoss", "MultilabelMarginLoss"}
@@ -84,6 +86,8 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
         ignore_index=_ignore_index(nodes, names),
         **_target_facts(nodes, names),
         is_doubly_normalised=_is_doubly_normalised(names),
+        is_rectified=_is_rectified(names),
+        is_normalised_over_rows=_is_normalised_over_rows(nodes, names),
         is_broadcast=_is_broadcast(nodes, names),
         **_attention_facts(root),
         is_float16=any(_output(node)[1] is torch.float16 for node in nodes),
@@ -235,7 +239,7 @@ def _target_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
         return {}
     counted = targets[targets != _ignore_index(nodes, names)]
     return {
-        "target_count": counted.numel(),
+        "first_targets": tuple(targets.flatten()[:FIRST_TARGETS].tolist()),
         "ignored_fraction": 1 - counted.numel() / targets.numel(),
         "target_classes": len(torch.unique(counted[:MOST_TARGETS])),
     }
@@ -251,6 +255,26 @@ def _is_doubly_normalised(names: list[str]) -> bool:
     pairs = {"LogSoftmax": "Softmax", "BinaryCrossEntropyWithLogits": "Sigmoid"}
     remaining = [name for name in names if name not in VIEWS]
     return any(pairs.get(outer) == inner for outer, inner in pairwise(remaining))
+
+
+def _is_rectified(names: list[str]) -> bool:
+    """Return whether a ReLU is applied to the logits of a loss, so that they cannot be negative."""
+    remaining = [name for name in names if name not in VIEWS]
+    outer = {"LogSoftmax", "BinaryCrossEntropyWithLogits"}
+    return any(first in outer and second == "Relu" for first, second in pairwise(remaining))
+
+
+def _is_normalised_over_rows(nodes: list[Any], names: list[str]) -> bool:
+    """Return whether the log-softmax of a cross-entropy runs over the rows of a matrix of logits and not over classes.
+
+    Square matrices are left out, since losses of pairs normalise both ways.
+    """
+    for position, (node, name) in enumerate(zip(nodes, names, strict=True)):
+        shape, dimension = _output(node)[0], _signed(getattr(node, "_saved_dim", None))
+        is_tall = len(shape) == 2 and shape[0] != shape[1] and min(shape) > 1
+        if name == "LogSoftmax" and is_tall and dimension in (0, -2):
+            return any(outer in ("NllLoss", "Gather", "Index") for outer in names[:position])
+    return False
 
 
 def _is_broadcast(nodes: list[Any], names: list[str]) -> bool:

@@ -27,10 +27,14 @@ class BackwardPass(NamedTuple):
     """Share of the targets of the cross-entropy that it leaves out; ``None`` if it is unknown, as on accelerators."""
     target_classes: int | None = None
     """Number of different targets of the cross-entropy among the others; ``None`` if it is unknown."""
-    target_count: int | None = None
-    """Number of targets of the cross-entropy that it does not leave out; ``None`` if it is unknown."""
+    first_targets: tuple[int, ...] = ()
+    """The first targets of the cross-entropy, at most 64; empty if they are unknown."""
     is_doubly_normalised: bool = False
     """Whether a log-softmax is applied to probabilities of a softmax, or a BCE with logits to those of a sigmoid."""
+    is_rectified: bool = False
+    """Whether a ReLU is applied to the logits of the loss."""
+    is_normalised_over_rows: bool = False
+    """Whether the log-softmax of a cross-entropy runs over the rows of the batch instead of the classes."""
     is_broadcast: bool = False
     """Whether N outputs meet N targets in N × N pairs, as shapes (N, 1) and (N,) do."""
     attention_count: int = 0

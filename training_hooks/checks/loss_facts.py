@@ -30,6 +30,8 @@ def loss_facts(passes: Sequence[BackwardPass], rows: int = 0) -> dict[str, float
         "doubly_normalised": int(any(one.is_doubly_normalised for one in passes)),
         "averages_micro_batches": int(averages(passes)),
         "loss_is_broadcast": int(any(one.is_broadcast for one in passes)),
+        "logits_rectified": int(any(one.is_rectified for one in passes)),
+        "normalised_over_rows": int(any(one.is_normalised_over_rows for one in passes)),
         "class_count": classes,
         **uniform,
         **attention_facts(passes),

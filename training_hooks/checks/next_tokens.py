@@ -1,38 +1,37 @@
-"""Whether the targets of a batch are the next tokens of its inputs, which a model must not see."""
+"""Whether the targets of a language model are its inputs or their next tokens."""
 
 from collections.abc import Sequence
 
-import torch
 from loopscope.hooks import BackwardPass
 
 from .batch_facts import BatchPart
 
-LEAST_SHARE = 0.99
-"""Share of the targets that must be equal to the next input."""
+LEAST_TOKENS = 3
+"""Different tokens that a row needs so that it differs from the row of the next tokens."""
 
 
-def predicts_next_tokens(parts: Sequence[BatchPart], passes: Sequence[BackwardPass]) -> bool:
-    """Return whether the targets of the first micro-batch are its inputs, shifted by one position.
-
-    Separate targets are compared with the inputs. Targets that equal the inputs, and rows without targets, count as
-    shifted if the cross-entropy has exactly one target less in each row, as causal models of Hugging Face have.
+def token_facts(parts: Sequence[BatchPart], passes: Sequence[BackwardPass]) -> dict[str, int]:
+    """Return whether the first targets of the loss are the first row of inputs, or its next tokens.
 
     Args:
-        parts: inputs and targets of the micro-batches.
-        passes: the descriptions of their losses.
+        parts: inputs and targets of the micro-batches, whose own targets are not read.
+        passes: the descriptions of the losses.
+
+    >>> import torch
+    >>> part = BatchPart(torch.tensor([[5, 6, 7, 8]]))
+    >>> token_facts([part], [BackwardPass(first_targets=(6, 7, 8))])
+    {'next_token_targets': 1, 'unshifted_targets': 0}
     """
-    if not parts or not passes or not passes[0].class_count:
-        return False
-    inputs, targets = parts[0].inputs, parts[0].targets
-    if inputs.ndim != 2 or inputs.is_floating_point() or inputs.shape[1] < 3:
-        return False
-    if targets is not None and targets.shape != inputs.shape:
-        return False
-    if targets is None or _are_equal(targets, inputs):
-        rows, length = inputs.shape
-        return passes[0].target_count == rows * (length - 1)
-    return _are_equal(targets[:, :-1], inputs[:, 1:])
-
-
-def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return float((first == second).float().mean()) >= LEAST_SHARE
+    if not parts or not passes or not passes[0].first_targets:
+        return {}
+    inputs, targets = parts[0].inputs, passes[0].first_targets
+    if inputs.ndim != 2 or inputs.is_floating_point():
+        return {}
+    row = tuple(inputs[0, : len(targets) + 1].tolist())
+    if len({*row}) < LEAST_TOKENS:
+        return {}
+    count = len(row) - 1  # the loss may leave out the last position of each row
+    return {
+        "next_token_targets": int(targets[:count] == row[1:]),
+        "unshifted_targets": int(targets[:count] == row[:-1]),
+    }

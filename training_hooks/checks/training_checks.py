@@ -17,7 +17,7 @@ from .batch_facts import IGNORED, BatchPart, input_facts, parts_of, target_facts
 from .gradient_counts import LayerWeights, count_gradients
 from .loss_facts import loss_facts, reduces_targets_alike
 from .module_modes import module_modes
-from .next_tokens import predicts_next_tokens
+from .next_tokens import token_facts
 from .seen_rows import SeenRows
 
 EARLY_STEPS = (2, 3, 5, 10, 20)
@@ -107,9 +107,15 @@ class TrainingChecks(TrainingHook):
         unmasked_attention_fraction | attention operations without a mask or bias / all attention operations over
             equally many queries and keys; reported for models whose graph shows attention | [0, 1]
             | 1 with next_token_targets 1: the model sees the tokens that it should predict.
-        next_token_targets | 1 if the targets are the next tokens of the inputs, else 0; reported with
-            unmasked_attention_fraction | {0, 1}
+        next_token_targets | 1 if the first targets of the cross-entropy are the next tokens of the first row of
+            inputs, else 0; reported for tokens with unmasked_attention_fraction | {0, 1}
             | See unmasked_attention_fraction.
+        unshifted_targets | 1 if these targets are the row of inputs itself, else 0; reported likewise | {0, 1}
+            | 1 with a causal mask: the model learns to copy its input.
+        logits_rectified | 1 if a ReLU is applied to the logits of the loss, else 0 | {0, 1}
+            | 1: no logit can be negative, and those that are 0 get no gradient.
+        normalised_over_rows | 1 if the log-softmax of a cross-entropy runs over the rows of the batch, else 0 | {0, 1}
+            | 1: the argument dim of the softmax is wrong.
         class_count | C, the number of classes of a cross-entropy, else 0 | 0, 1, 2, … | Should be that of the data.
         uniform_loss | ln C; reported for a cross-entropy | [0, ∞)
             | The loss of equal probabilities, which the first losses should be near. Much larger first losses: the
@@ -215,7 +221,7 @@ class TrainingChecks(TrainingHook):
         if ctx.backward_passes and ctx.step > 1:
             facts["leftover_gradient_count"] = len(ctx.backward_passes[0].leftover_gradients)
         if "unmasked_attention_fraction" in facts:
-            facts["next_token_targets"] = int(predicts_next_tokens(parts, ctx.backward_passes))
+            facts |= token_facts(parts, ctx.backward_passes)
         metrics |= facts | self._data_metrics(parts, ctx) | module_modes(ctx.model)
         return metrics
 

@@ -205,21 +205,27 @@ class LearningRateZero(Detector):
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding for a learning rate that is zero now and has been for several steps."""
+        """Return a finding for a learning rate that is zero now, or was zero at the start, for several steps."""
         curve = lr_curve(history)
         is_zero = curve.values == 0
-        if not len(curve) or not is_zero[-1]:
+        if not len(curve) or not (is_zero[0] or is_zero[-1]):
             return
         positive = np.flatnonzero(~is_zero)
-        first = int(curve.steps[positive[-1] + 1]) if len(positive) else int(curve.steps[0])
-        total = max(history.planned_steps or 0, history.step)
-        duration = history.step - first + 1
+        is_over = bool(len(positive)) and not is_zero[-1]
+        if is_over:
+            first, end = int(curve.steps[0]), int(curve.steps[positive[0]])
+        else:
+            first = int(curve.steps[positive[-1] + 1]) if len(positive) else int(curve.steps[0])
+            end = history.step + 1
+        duration, total = end - first, max(history.planned_steps or 0, history.step)
         if duration < self.limit("steps") or duration < self.limit("share") * total:
             return
         yield self.finding(
-            "critical",
+            "warning" if is_over else "critical",
             first,
-            f"The learning rate is 0 from step {first:,} on ({duration:,} steps up to now), so the weights do not "
+            f"The learning rate was 0 for the first {duration:,} steps, which changed no weight."
+            if is_over
+            else f"The learning rate is 0 from step {first:,} on ({duration:,} steps up to now), so the weights do not "
             "change.",
             "Print scheduler.get_last_lr() over the first steps, and check the scheduler's total steps and its lambda.",
             Evidence(LR, 0.0, None, "above 0 until the last steps"),
@@ -245,7 +251,9 @@ class ScheduleEndsEarly(Detector):
         "share": Threshold(0.35, "the share of the training that is spent there; cosine schedules spend 5 %"),
     }
     needs = ("training_metrics",)
-    explains = frozenset({"loss-not-falling", "learning-rate-zero", "learning-rate-too-low"})
+    explains = frozenset(
+        {"loss-not-falling", "learning-rate-zero", "learning-rate-too-low", "optimizer-without-effect"}
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the learning rate is far below its peak for a large part of the training."""

@@ -114,6 +114,98 @@ class CausalMaskMissing(Detector):
 
 
 @DetectorRegistry.register
+class TargetsNotShifted(Detector):
+    """Finds a causal model whose targets are its inputs."""
+
+    name = "targets-not-shifted"
+    symptom = "The loss of a language model falls to almost 0, but generated text repeats itself"
+    cause = (
+        "The targets are the inputs themselves, so that a model with a causal mask learns to copy each token. Shift "
+        "the targets by one position: logits[:, :-1] against tokens[:, 1:]."
+    )
+    source = "transformers' causal models shift labels inside of the model; a custom loss must do it itself"
+    applies_to = "models with causal attention and a cross-entropy over tokens, on the CPU"
+    needs = (CHECKS,)
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if targets equal inputs, and attention is masked."""
+        same = history.curve(f"{CHECKS}/unshifted_targets")
+        is_causal = history.last(f"{CHECKS}/unmasked_attention_fraction") < 1
+        if not len(same) or not same.values.min() > 0 or not is_causal:
+            return
+        yield self.finding(
+            "critical",
+            same.first_step,
+            "The targets of the loss are the inputs themselves and not the next tokens, so that the model only learns "
+            "to copy its input.",
+            "Compare logits[:, :-1] with tokens[:, 1:].",
+            Evidence(f"{CHECKS}/unshifted_targets", 1, 0, "0"),
+            confidence=0.9,
+        )
+
+
+@DetectorRegistry.register
+class LogitsRectified(Detector):
+    """Finds a ReLU at the end of a classifier."""
+
+    name = "relu-before-loss"
+    symptom = "A classifier learns slowly, or some classes never"
+    cause = (
+        "The model ends with a ReLU, so that its logits cannot be negative, and classes whose logit is 0 get no "
+        "gradient. Remove the activation after the last layer."
+    )
+    source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
+    applies_to = "cross-entropies, and binary ones with logits"
+    needs = (CHECKS,)
+    explains = frozenset({"dead-units", "loss-not-falling", "no-better-than-uniform", "parameters-without-gradient"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the graph of the loss shows it."""
+        curve = history.curve(f"{CHECKS}/logits_rectified")
+        if not curve.last > 0:
+            return
+        yield self.finding(
+            "warning",
+            curve.first_step,
+            "The model ends with a ReLU: no logit can be negative, and a class whose logit is 0 gets no gradient.",
+            "Remove the ReLU after the last layer.",
+            Evidence(f"{CHECKS}/logits_rectified", 1, 0, "0"),
+            confidence=0.9,
+        )
+
+
+@DetectorRegistry.register
+class NormalisedOverRows(Detector):
+    """Finds a log-softmax over the batch instead of the classes."""
+
+    name = "softmax-over-batch"
+    symptom = "The loss falls, but the accuracy stays low"
+    cause = (
+        "The log-softmax of the loss runs over the rows of the batch, dim=0, so that rows compete and not classes. Use "
+        "dim=-1, or cross_entropy on the logits."
+    )
+    source = "torch.nn.functional.log_softmax: dim"
+    applies_to = "cross-entropies over a matrix of logits that is not square"
+    needs = (CHECKS,)
+    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "initial-loss-high"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the graph of the loss shows it."""
+        curve = history.curve(f"{CHECKS}/normalised_over_rows")
+        if not curve.last > 0:
+            return
+        yield self.finding(
+            "critical",
+            curve.first_step,
+            "The log-softmax of the loss runs over the rows of the batch and not over the classes, so that the rows "
+            "compete for each class.",
+            "Use log_softmax(logits, dim=-1), or cross_entropy(logits, targets).",
+            Evidence(f"{CHECKS}/normalised_over_rows", 1, 0, "0"),
+            confidence=0.95,
+        )
+
+
+@DetectorRegistry.register
 class LossSummed(Detector):
     """Finds a loss that is a sum over the batch instead of a mean."""
 
@@ -490,7 +582,8 @@ class TrainValidationDiverging(Detector):
         values = validation.values[np.isfinite(validation.values)]
         if len(values) >= 3 and values.min() > 0:
             best = int(np.argmin(values))
-            level = median_of(values[best + 1 :][-3:]) if best + 1 < len(values) else math.nan
+            later = values[best + 1 :]
+            level = median_of(later[-3:]) if len(later) >= 2 else math.nan  # a single value may be noise
             loss = history.loss
             train_then, train_now = loss.at(int(validation.steps[best])), end_level(loss)
             rise = self.limit("memorised_rise" if train_now < 0.02 * values[-1] else "rise")

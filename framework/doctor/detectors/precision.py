@@ -10,6 +10,9 @@ from ..history import History
 from .learning_rates import lr_curve
 from .levels import CHECKS
 
+NO_RATE = 1e-4
+"""Share of the largest learning rate below which rounding may remove every update."""
+
 
 @DetectorRegistry.register
 class RoundedUpdates(Detector):
@@ -103,9 +106,10 @@ class Float16WithoutScaler(Detector):
 
 
 def _rate_was_zero(history: History, steps: "np.typing.NDArray[np.int64]") -> bool:
-    """Return whether the learning rate was 0 at one of these steps, where a step has no effect by design."""
+    """Return whether the learning rate was nearly 0 at one of these steps, where a step has no effect by design."""
     rate = lr_curve(history)
-    return any(rate.at(int(step)) == 0 for step in steps)
+    least = NO_RATE * float(np.nanmax(rate.values, initial=0.0))
+    return any(rate.at(int(step)) <= least for step in steps)
 
 
 @DetectorRegistry.register

@@ -209,3 +209,42 @@ def test_cross_attention_needs_no_mask() -> None:
     queries, keys = torch.randn(2, 1, 3, 4, requires_grad=True), torch.randn(2, 1, 6, 4)
     found = describe_loss(F.scaled_dot_product_attention(queries, keys, keys).square().mean())
     assert found.attention_count == 0
+
+
+TALL = nn.Parameter(torch.linspace(-1, 1, ROWS * 3).reshape(ROWS, 3))
+SQUARE = nn.Parameter(torch.eye(ROWS))
+LABELS = torch.tensor([0, 2, 1, 2])
+NORMALISED: dict[str, tuple[Callable[[], Tensor], bool]] = {
+    "rows": (lambda: F.nll_loss(F.log_softmax(TALL * 2, dim=0), LABELS), True),
+    "rows by gather": (lambda: -F.log_softmax(TALL * 2, dim=-2).gather(1, LABELS[:, None]).mean(), True),
+    "classes": (lambda: F.nll_loss(F.log_softmax(TALL * 2, dim=1), LABELS), False),
+    "cross-entropy": (lambda: F.cross_entropy(TALL * 2, LABELS), False),
+    "pairs": (lambda: F.nll_loss(F.log_softmax(SQUARE * 2, dim=0), torch.arange(ROWS)), False),
+    "one row": (lambda: F.cross_entropy(TALL[0] * 2, LABELS[0]), False),
+}
+
+
+@pytest.mark.parametrize("name", NORMALISED)
+def test_softmax_over_rows_is_found(name: str) -> None:
+    compute, expected = NORMALISED[name]
+    assert describe_loss(compute()).is_normalised_over_rows is expected
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        (lambda: F.cross_entropy(TALL.relu(), LABELS), True),
+        (lambda: F.cross_entropy(TALL.relu()[:, :2].float(), LABELS % 2), True),
+        (lambda: F.binary_cross_entropy_with_logits(TALL.relu(), torch.ones(ROWS, 3)), True),
+        (lambda: F.cross_entropy(TALL.relu() @ SQUARE[:3], LABELS), False),
+        (lambda: F.cross_entropy(TALL.tanh(), LABELS), False),
+        (lambda: F.mse_loss(TALL.relu(), torch.ones(ROWS, 3)), False),
+    ],
+)
+def test_relu_on_logits_is_found(compute: Callable[[], Tensor], expected: bool) -> None:
+    assert describe_loss(compute()).is_rectified is expected
+
+
+def test_first_targets_are_those_of_the_loss() -> None:
+    assert describe_loss(cross_entropy()).first_targets == tuple(TARGETS.tolist())
+    assert describe_loss(logits().square().sum()).first_targets == ()

@@ -1,40 +1,44 @@
-"""Targets that are the next tokens of their inputs, and targets that are not."""
+"""Targets that are the next tokens of their inputs, the inputs themselves, or something else."""
 
 import pytest
 import torch
 from loopscope.hooks import BackwardPass
 from loopscope.training_hooks.checks.batch_facts import BatchPart
-from loopscope.training_hooks.checks.next_tokens import predicts_next_tokens
+from loopscope.training_hooks.checks.next_tokens import token_facts
+from torch import Tensor
 
-ROWS, LENGTH = 4, 9
-TOKENS = torch.randint(50, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
-ALL, SHIFTED = ROWS * LENGTH, ROWS * (LENGTH - 1)
+TOKENS = torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(0))
+PADDED = torch.cat([TOKENS[:, 1:], torch.full((4, 1), -100)], dim=1)
+NEXT, SAME, OTHER = (1, 0), (0, 1), (0, 0)
+
+
+@pytest.mark.parametrize("length", [9, 64])
+@pytest.mark.parametrize(
+    ("inputs", "targets", "expected"),
+    [
+        (TOKENS[:, :-1], TOKENS[:, 1:], NEXT),
+        (TOKENS, TOKENS[:, 1:], NEXT),
+        (TOKENS, PADDED, NEXT),
+        (TOKENS, TOKENS, SAME),
+        (TOKENS, TOKENS.flip(1), OTHER),
+        (TOKENS, TOKENS.masked_fill(TOKENS % 5 > 0, -100), OTHER),
+        (TOKENS, TOKENS[:, :-1], SAME),
+    ],
+)
+def test_targets_are_compared_with_inputs(inputs: Tensor, targets: Tensor, expected: tuple, length: int) -> None:
+    passes = [BackwardPass(first_targets=tuple(targets.flatten()[:length].tolist()))]
+    facts = token_facts([BatchPart(inputs)], passes)
+    assert (facts["next_token_targets"], facts["unshifted_targets"]) == expected
 
 
 @pytest.mark.parametrize(
-    ("inputs", "targets", "count", "expected"),
-    [
-        (TOKENS[:, :-1], TOKENS[:, 1:], SHIFTED, True),
-        (TOKENS, TOKENS, SHIFTED, True),
-        (TOKENS, None, SHIFTED, True),
-        (TOKENS, TOKENS, ALL, False),
-        (TOKENS, None, ALL, False),
-        (TOKENS, None, 5, False),
-        (TOKENS, TOKENS.flip(1), ALL, False),
-        (TOKENS, TOKENS[:, 0], ROWS, False),
-        (TOKENS.float(), TOKENS, SHIFTED, False),
-        (TOKENS[:, 0], None, ROWS, False),
-    ],
+    "inputs", [TOKENS.float(), TOKENS[:, 0], torch.zeros(4, 9, dtype=torch.int64)], ids=["floats", "vector", "constant"]
 )
-def test_shifted_targets_are_next_tokens(
-    inputs: torch.Tensor, targets: torch.Tensor | None, count: int, expected: bool
-) -> None:
-    passes = [BackwardPass(class_count=50, target_count=count)]
-    assert predicts_next_tokens([BatchPart(inputs, targets)], passes) is expected
+def test_other_inputs_have_no_facts(inputs: Tensor) -> None:
+    assert token_facts([BatchPart(inputs)], [BackwardPass(first_targets=(1, 2, 3))]) == {}
 
 
-def test_losses_without_classes_predict_no_tokens() -> None:
-    part = BatchPart(TOKENS, None)
-    assert not predicts_next_tokens([part], [BackwardPass(target_count=SHIFTED)])
-    assert not predicts_next_tokens([part], [])
-    assert not predicts_next_tokens([], [BackwardPass(class_count=50)])
+def test_unknown_targets_have_no_facts() -> None:
+    assert token_facts([BatchPart(TOKENS)], [BackwardPass()]) == {}
+    assert token_facts([BatchPart(TOKENS)], []) == {}
+    assert token_facts([], [BackwardPass(first_targets=(1, 2))]) == {}

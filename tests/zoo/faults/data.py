@@ -124,6 +124,41 @@ def gpt_without_causal_mask(recorder: Recorder) -> None:
     gpt_training(lambda model: adamw(model, lr=3e-3), Gpt(causal=False), epochs=3).run(recorder)
 
 
+@fault("gpt", causes.NOT_SHIFTED)
+def targets_of_gpt_are_its_inputs(recorder: Recorder) -> None:
+    """The loss of a GPT compares each output with the letter at the same position."""
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        letters = batch[0][:, :-1]
+        return functional.cross_entropy(model(letters).flatten(0, 1), letters.flatten())
+
+    gpt_training(loss=loss).run(recorder)
+
+
+@fault("mlp", causes.RECTIFIED)
+def relu_after_the_last_layer(recorder: Recorder) -> None:
+    """A perceptron ends with a ReLU, and cross_entropy gets its outputs."""
+    mlp_training(model=nn.Sequential(*mlp(), nn.ReLU()), epochs=3).run(recorder)
+
+
+@fault("mlp", causes.OVER_BATCH)
+def log_softmax_over_the_batch(recorder: Recorder) -> None:
+    """The log-softmax of a loss has dim=0."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        points, labels = batch
+        return functional.nll_loss(functional.log_softmax(model(points), dim=0), labels)
+
+    mlp_training(loss=loss).run(recorder)
+
+
+@fault("mlp", causes.DROPOUT, knowable=0)
+def dropout_of_nearly_all_inputs(recorder: Recorder) -> None:
+    """A perceptron has dropout of 0.9, where keeping 0.9 was meant."""
+    first, *others = mlp()
+    mlp_training(model=nn.Sequential(first, nn.Dropout(0.9), *others)).run(recorder)
+
+
 @fault("mlp", causes.BROADCAST)
 def outputs_broadcast_against_targets(recorder: Recorder) -> None:
     """The outputs of a regression have shape (N, 1), its targets shape (N,), and their difference N × N elements."""
