@@ -93,9 +93,12 @@ def _markers(value: object) -> set[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the rows slow that ``some_rows`` leaves out; rows that are slow anyway are not counted."""
+    """Mark the rows slow that ``some_rows`` leaves out or ``slow_rows`` names; those already slow are not counted."""
     numbers: Counter[str] = Counter()
     for item in items:
+        named = item.get_closest_marker("slow_rows")
+        if named is not None and item.name.partition("[")[2][:-1] in named.args:
+            item.add_marker("slow")
         mark = item.get_closest_marker("some_rows")
         if mark is None or item.get_closest_marker("slow"):
             continue

@@ -96,6 +96,7 @@ def test_only_loopscope_keeps_bits_despite_callbacks():
     assert all(math.isfinite(number) for row in rows.values() for number in row.numbers)
 
 
+@pytest.mark.slow
 @pytest.mark.trainer
 def test_extra_costs_are_measured_per_framework():
     """The table has clipping and gradient norms for each, and averages of weights where they exist."""

@@ -103,6 +103,7 @@ def _below(path: Path) -> list[Path]:
     return [path] if path.is_file() else [file for file in path.rglob("*.*") if file.suffix in SUFFIXES]
 
 
+@pytest.mark.slow
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("is_package", [True, False], ids=["packages", "plain folders"])
 def test_wheel_coexists_with_same_named_folders(site: Path, tmp_path: Path, is_package: bool) -> None:
@@ -161,6 +162,7 @@ def _check(checker: list[str], folder: Path, script: str) -> tuple[list[str], li
     return types, re.findall(r"^script.py:\d+: error: .+", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow_rows("wheel")
 def test_mypy_sees_the_types_of_a_script(checker: list[str], tmp_path: Path) -> None:
     """A script with a hook, a custom loop and a recorded run passes mypy --strict."""
     types, errors = _check(checker, tmp_path, SCRIPT)

@@ -35,6 +35,7 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_hooks_and_experiments_of_other_packages_are_found(installed: Path) -> None:
     both = "from loopscope.__main__ import main; import sys; sys.exit(main())"
     environment = {**os.environ, "PYTHONPATH": f"{installed}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}

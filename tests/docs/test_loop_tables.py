@@ -66,6 +66,7 @@ def test_the_table_has_every_field(loop: str) -> None:
     assert sorted(table_of(loop)) == FIELDS
 
 
+@pytest.mark.slow_rows("epoch-True", "epoch-False")
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loop_fields_match_documented_table(loop: str, wanted: bool) -> None:

@@ -23,6 +23,7 @@ SAMPLES = dict(PRINTED.findall(PAGE))
 IN_ONE_PROCESS = [name for name in SAMPLES if name != "hang"]
 
 
+@pytest.mark.slow_rows("hook_left_out", "spike", "costs", "rows_of_the_spike", "validation_diverges", "numbers_differ")
 @pytest.mark.parametrize("name", IN_ONE_PROCESS)
 @own_process
 def test_fault_prints_its_sample(name: str, tmp_path: Path) -> None:

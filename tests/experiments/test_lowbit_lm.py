@@ -99,6 +99,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> tuple[Pat
     return folder / "lowbit_lm", shown.getvalue()
 
 
+@pytest.mark.slow
 def test_the_command_compares_all_strategies(trained: tuple[Path, str]) -> None:
     words = ("val_loss − fp32", "cumulative_element_overflow_rate", "cumulative_underflow_rate", "output_grad")
     assert all(word in trained[1] for word in words)
@@ -143,6 +144,7 @@ def penalised(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> tuple[P
     return folder / "lowbit_lm", shown.getvalue()
 
 
+@pytest.mark.slow
 def test_progress_line_shows_both_losses_and_overflows(penalised: tuple[Path, str]) -> None:
     """The line has the loss, the penalized loss and, with casts, the overflow rates of elements and tensors."""
     for strategy, over in (("fp32", False), ("nvfp4", True)):

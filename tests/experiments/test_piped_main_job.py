@@ -43,6 +43,7 @@ def assert_short_and_answered(lines: list[str]) -> None:
         assert [line for line in answer if line.startswith(begin)], begin
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_shortened_main_job_prints_short_output(tmp_path: Path) -> None:
     """Piped output has a line per epoch, the first remark of each kind, and the answer in its last lines."""

@@ -32,6 +32,7 @@ def run(folder: Path, words: str = "") -> int:
     return main(f"run tied_lm {WORDS} --output-dir {folder} --hook-jsonl {words}".split())
 
 
+@pytest.mark.slow
 @own_process
 def test_strategies_have_the_same_data_and_initial_weights() -> None:
     built = [build_run(tiny(), strategy)[0] for strategy in TiedLMRunner.strategies]
@@ -60,6 +61,7 @@ def test_command_trains_and_compares_all_strategies(tmp_path: Path, capsys: Any)
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_strategies_differ_only_after_first_clip(tmp_path: Path) -> None:
     """The losses of all strategies are equal for two steps, then rolling clipping diverges from the baseline."""
     assert run(tmp_path, "--no-console-output") == 0

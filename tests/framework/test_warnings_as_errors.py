@@ -90,6 +90,7 @@ def test_general_filter_still_shows_warning():
     assert [str(item.message) for item in shown] == ["a sentence"]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("general", ["error", "error::UserWarning"])
 def test_command_runs_with_warnings_as_errors(tmp_path, general):

@@ -113,6 +113,7 @@ def test_every_shipped_hook_has_every_case():
     assert len(hook_cases.names()) == len(hook_cases.CASES) * len(hook_cases.variants())
 
 
+@pytest.mark.slow
 def test_cases_do_not_depend_on_earlier_cases():
     """The first case of a process is discarded, as in a worker: its imports may draw random numbers."""
     product.discover()

@@ -139,6 +139,7 @@ def test_mlflow_sink_leaves_run_unchanged(tmp_path, file_store):
     assert steps == {number for record in read_jsonl(tmp_path / "only.jsonl") for number in steps_of(record)}
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.guarantee("monitoring-changes-nothing")
 def test_mlflow_without_server_only_warns(tmp_path, monkeypatch):

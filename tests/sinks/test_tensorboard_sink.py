@@ -164,12 +164,14 @@ def test_missing_tensorboard_error_shows_install_command(monkeypatch):
         TensorBoardSink()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_importing_sinks_imports_neither_package():
     code = "import loopscope.sinks, sys; sys.exit(bool({'tensorboard', 'wandb', 'tensorflow'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_writing_imports_no_tensorflow(tmp_path):
     code = (

@@ -86,6 +86,7 @@ def synced(folders):
     subprocess.run([wandb, "sync", "--yes", *folders], check=True, capture_output=True, timeout=240, cwd=folders[0])
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_online_resume_continues_the_same_wandb_run(tmp_path, server):
     """Every row is in the run once, with consecutive steps."""

@@ -271,6 +271,7 @@ def test_silent_flags_reduce_or_remove_output(tmp_path: Path, capfd) -> None:
     assert shown([*words, "--no-console-output"], capfd) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_script_with_duplicate_hook_is_refused(tmp_path: Path) -> None:
     """A script can start the command with a custom hook, but two hooks of one name exit with one error line."""
@@ -292,6 +293,7 @@ def test_script_with_duplicate_hook_is_refused(tmp_path: Path) -> None:
     assert done.stderr.startswith("loopscope: Two hooks are named 'mine': ")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_unusable_plugin_hook_is_reported_once(tmp_path: Path) -> None:
     """Only a run that requests the hook is refused, and other commands still work."""

@@ -145,6 +145,7 @@ def test_plot_overwrites_only_output_of_same_command(finished, tmp_path):
     assert contents(Path()) == after
 
 
+@pytest.mark.slow
 def test_other_files_are_overwritten_only_with_flag(finished, tmp_path, monkeypatch, capfd):
     """A file with other content is refused without --overwrite, or another name is chosen."""
     monkeypatch.chdir(tmp_path)
@@ -209,6 +210,7 @@ def test_unusual_names_are_drawn_as_literal_text(tmp_path):
     assert plotted(*folders, "--metrics", "m/$y_", "--out", tmp_path / "a.png") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_plot_avoids_pyplot_and_other_commands_avoid_matplotlib(finished, tmp_path):
     """Run in a subprocess without a display."""
@@ -260,6 +262,7 @@ def test_dollar_signs_and_leading_underscores_are_kept(tmp_path):
     assert {"m/$x_1$", "_a", "$b$"} <= set(re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text()))
 
 
+@pytest.mark.slow
 def test_provenance_plot_reports_missing_clip(tmp_path, monkeypatch, capfd):
     """Without metrics of output_projection_clip the figure has three panels and a message."""
     monkeypatch.chdir(tmp_path)

@@ -266,6 +266,7 @@ def test_show_reports_missing_metrics(runs: Path, capsys) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_broken_pipe_is_not_an_error(runs: Path) -> None:
     """ls and show exit with status 0 and write nothing to stderr when head closes the pipe after one line."""

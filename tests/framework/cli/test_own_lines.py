@@ -88,6 +88,7 @@ def test_dataset_error_shows_user_code_line(workers, tmp_path: Path, capfd) -> N
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_internal_error_is_raised_unchanged(tmp_path: Path, monkeypatch) -> None:
     """An error whose traceback has no user code is raised with its own type and message."""
     monkeypatch.setattr(command, "check_device", json.loads)
@@ -139,6 +140,7 @@ if __name__ == "__main__":
 ROOT = str(Path(__file__).parents[3])
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.process
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def test_distances_pair_runs_of_equal_seeds() -> None:
     assert (rows[1]["val_loss − fp32"], rows[1]["seeds"], rows[1]["epochs"]) == ("0.5 ± 0", "2", "5 ± 0")
 
 
+@pytest.mark.slow
 def test_seed_runs_resume_individually_and_together(tmp_path: Path) -> None:
     """Resuming a seed, a strategy or the experiment gives the same files, rows and weights."""
     words = ("--strategy", "plain", "clipped", "--seed", "0", "10", "--save-checkpoints", QUIET)

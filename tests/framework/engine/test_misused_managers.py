@@ -85,6 +85,7 @@ def test_manager_without_losses_does_not_warn(options, recwarn) -> None:
     assert not [item for item in recwarn if "was not ended" in str(item.message)]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_unended_manager_warns_at_program_exit() -> None:
     program = """

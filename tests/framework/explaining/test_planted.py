@@ -119,6 +119,7 @@ def printed_by(*words: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .* spiked")
 @own_process
 def test_command_explains_recorded_spike(tmp_path):

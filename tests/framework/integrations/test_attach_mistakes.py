@@ -223,6 +223,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("end", [pytest.param("forgotten", marks=pytest.mark.slow), "crashed"])
 def test_unclosed_run_is_complete_with_its_status(tmp_path, end):

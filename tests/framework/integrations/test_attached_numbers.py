@@ -119,6 +119,12 @@ def made(names: list[str], case: Case) -> list[TrainingHook]:
     return hooks + [HookRegistry.get(name)(**options) for name, options in SHORT.items() if name in names]
 
 
+@pytest.mark.slow_rows(
+    "transformer-adamw_foreach-epoch-quiet",
+    "batchnorm_mlp-adamw_foreach-epoch-quiet",
+    "transformer-adamw_foreach-epoch-committing",
+    "tied-adamw_foreach-step-committing",
+)
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
 @pytest.mark.parametrize("case", [pytest.param(each, id=str(each), marks=slow_unless(each in QUICK)) for each in CASES])
@@ -150,6 +156,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow_rows("('epoch', 'step 6')-quiet")
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize(("loop", "where", "names"), ROWS)
 @own_process

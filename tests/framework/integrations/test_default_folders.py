@@ -172,6 +172,7 @@ print(scope.folder)
 }
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.trainer
 @pytest.mark.parametrize("trainer", some_of(TRAINERS))

@@ -46,6 +46,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_rows("misbehaving_hook-plain", "misbehaving_hook-accumulated")
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize(
     ("hooks", "loop"),
@@ -90,6 +91,7 @@ def test_steps_skipped_by_scaler_are_counted(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", some_of([2, 1]))
 def test_metrics_match_the_loopscope_loop(tmp_path: Path, accumulate: int) -> None:
     """The match is exact, or within rounding if the losses of several micro-batches are weighted."""
@@ -131,6 +133,7 @@ def _loopscope_record(hooks: list[str], accumulate: int) -> RecordingSink:
     return sink
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("step", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_resumed_trainer_records_like_uninterrupted_trainer(tmp_path: Path, step: int) -> None:
@@ -158,6 +161,7 @@ def test_resumed_trainer_records_like_uninterrupted_trainer(tmp_path: Path, step
         made.train(resume_from_checkpoint=str(tmp_path / f"parts/checkpoint-{step}"))
 
 
+@pytest.mark.slow
 def test_metrics_go_through_the_loggers_of_the_trainer(tmp_path: Path) -> None:
     logged: list[tuple[int, dict[str, float]]] = []
 
@@ -265,6 +269,7 @@ def test_hook_points_follow_the_loop_order(tmp_path: Path) -> None:
     assert {HookPoint[point] for point, _, _ in spy.seen} == set(HookPoint)
 
 
+@pytest.mark.slow_rows("step")
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_every_evaluation_of_the_trainer_is_recorded(tmp_path: Path, loop: str) -> None:
     """The record has each evaluation at its step, and the arguments of the Trainer."""

@@ -124,6 +124,7 @@ def error(outputs: list[Any]) -> tuple[str, str]:
     return outputs[-1].ename, re.sub(r"\x1b\[[\d;]*m", "", "\n".join(outputs[-1].traceback))
 
 
+@pytest.mark.slow
 def test_import_leaves_the_interpreter_unchanged(outputs):
     assert shown(outputs["import"]) == ["True\n"]
 

@@ -150,6 +150,7 @@ def notices_of(capsys: pytest.CaptureFixture[str]) -> Callable[[Callable[[], Any
     return count
 
 
+@pytest.mark.slow
 def test_drawing_evaluation_is_reported_once_per_run(tmp_path: Path, notices_of: Any) -> None:
     """Nothing is reported for an evaluation that draws nothing, or with the switch."""
     quiet = lambda net: passes(net, DataLoader(DATA, 8, generator=torch.Generator()))
@@ -212,6 +213,7 @@ def test_swapped_weights_are_restored_exactly(tmp_path: Path, evaluate: Any) -> 
     assert all(not torch.equal(weight, found[2][0]) for weight in seen)
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("isolated", [True, False])
 def test_hugging_face_evaluates_swapped_weights(tmp_path: Path, isolated: bool) -> None:

@@ -146,6 +146,7 @@ def test_validation_changes_only_fits_without_hooks(tmp_path):
     assert json.loads((scope.folder / "summary.json").read_text())["final"].keys() == {"val_loss"}
 
 
+@pytest.mark.slow
 def test_attached_hooks_match_epoch_loop_metrics(tmp_path):
     """Hooks on the Trainer emit the same rows as hooks in the framework's epoch loop on the same task."""
 

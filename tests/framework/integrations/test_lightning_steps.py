@@ -28,6 +28,7 @@ class Skipping(Classifier):
         return None if batch_idx in self.skipped else output
 
 
+@pytest.mark.slow_rows("{4}-1")
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("skipped", [{2}, {0}, {1, 3}, {4}, {0, 1, 2, 3, 4}], ids=str)
 def test_step_without_loss_is_skipped_by_hooks(tmp_path: Path, skipped: set[int], accumulate: int) -> None:
@@ -41,6 +42,7 @@ def test_step_without_loss_is_skipped_by_hooks(tmp_path: Path, skipped: set[int]
     assert (summary["status"], summary["hook_errors"], summary["hooks_left_out"]) == ("completed", [], {})
 
 
+@pytest.mark.slow
 def test_groups_survive_steps_without_loss(tmp_path: Path) -> None:
     """Every hook that the group switches on, and that fits the module, is still on after the fit."""
     names = {}

@@ -63,6 +63,7 @@ def loader() -> Any:
     return torch.utils.data.DataLoader(Rows(), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_noise_scale_splits_steps_into_micro_batches(tmp_path: Path, accumulate: int) -> None:
     """The estimates are those of the same rows in one batch that the hook splits into as many parts."""
@@ -73,6 +74,7 @@ def test_noise_scale_splits_steps_into_micro_batches(tmp_path: Path, accumulate:
         assert parts[name] == pytest.approx(split[name], rel=1e-2, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_if_repeats_steps_of_micro_batches(tmp_path: Path, accumulate: int) -> None:
     """Without dropout the repeated step has the loss of the run's own step, and each row is measured."""
@@ -82,6 +84,7 @@ def test_what_if_repeats_steps_of_micro_batches(tmp_path: Path, accumulate: int)
     assert parts["rows"][0]["loss"] == pytest.approx(whole["rows"][0]["loss"], rel=1e-3)
 
 
+@pytest.mark.slow_rows("hooks0-2", "hooks0-3")
 @pytest.mark.parametrize("accumulate", some_of([2, 1, 3, 4]))
 @pytest.mark.parametrize("hooks", [["step_history", "batch_rows", "hessian", "lr_probe"], "observers"])
 def test_no_hook_fails_with_accumulation(tmp_path: Path, accumulate: int, hooks: Any) -> None:

@@ -44,6 +44,7 @@ LANGUAGE = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @EVERY
 @own_process
 def test_hooked_steps_match_bare_steps(name: str) -> None:
@@ -63,6 +64,7 @@ def test_audit_with_all_hooks_finds_no_mutation(name: str, tmp_path: Path) -> No
     assert same_steps(trained(name, **EVERYTHING, out=tmp_path / "run", audit=True), bare(name))
 
 
+@pytest.mark.slow
 @EVERY
 @own_process
 def test_nonfinite_metrics_are_documented(name: str) -> None:

@@ -94,6 +94,7 @@ def test_seeds_of_attached_runs_form_groups(tmp_path):
     assert [test["seeds"] for test in comparison["tests"]] == ["2 of 2", "2 of 2"]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_record_knows_commit_and_uncommitted_changes(tmp_path):
     script = tmp_path / "train.py"

@@ -49,6 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_rows("within an epoch-epoch")
 @pytest.mark.parametrize("loop", ["epoch", pytest.param("step", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", some_of(SETTINGS, 3))
 def test_resumed_steps_have_the_numbers_of_trainer(tmp_path: Path, settings: str, loop: str) -> None:
@@ -72,6 +73,7 @@ def test_resumed_steps_have_the_numbers_of_trainer(tmp_path: Path, settings: str
         assert positions(tmp_path / "run").items() <= positions(tmp_path / "all").items()
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("steps", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_resumed_hooks_have_the_positions_of_uninterrupted_ones(tmp_path: Path, steps: int) -> None:
@@ -87,6 +89,7 @@ def test_resumed_hooks_have_the_positions_of_uninterrupted_ones(tmp_path: Path, 
     assert positions(scope.folder) == expected
 
 
+@pytest.mark.slow
 def test_training_without_a_step_left_completes_its_record(tmp_path: Path) -> None:
     """A run that was killed after its last checkpoint has a summary and equal rows once it is resumed."""
     options = {"save_strategy": "steps", "save_steps": 7}
@@ -103,6 +106,7 @@ def test_training_without_a_step_left_completes_its_record(tmp_path: Path) -> No
     assert record.read_bytes() == expected
 
 
+@pytest.mark.slow
 def test_checkpoint_of_other_hooks_continues_the_record(tmp_path: Path) -> None:
     """The new hook starts at the step after the checkpoint, in the record of the first run."""
     options = {"save_strategy": "steps", "save_steps": 3}
@@ -115,6 +119,7 @@ def test_checkpoint_of_other_hooks_continues_the_record(tmp_path: Path) -> None:
     assert [*positions(scope.folder)] == [*range(4, 15)]
 
 
+@pytest.mark.slow
 def test_second_training_of_a_trainer_is_recorded(tmp_path: Path) -> None:
     """After attaching again, the second call of train starts at step 1 in another folder, with only the new hooks."""
     made, spies = trainer(tmp_path, num_train_epochs=1), [position_spy(), position_spy()]

@@ -142,6 +142,7 @@ def test_missing_pandas_error_names_install_command(tmp_path: Path, monkeypatch)
         read_run(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_reading_names_does_not_import_pandas(tmp_path: Path) -> None:
     """pandas is imported only when a frame is requested, after import loopscope alone."""

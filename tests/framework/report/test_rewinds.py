@@ -44,6 +44,7 @@ def section(page: ReadPage) -> str:
     return page.text.partition("Rewinds of")[2].partition("Environment of any run")[0]
 
 
+@pytest.mark.slow
 def test_page_lists_rewinds_by_first_step(explanation: Explanation, run: Path) -> None:
     """A repeated stretch and an explained step are shown with cause, branches and outlier rows."""
     page = reported(run)

@@ -65,6 +65,7 @@ def test_experiment_folder_replays_all_strategies(finished, recorded):
         assert scalars(recorded / strategy / "tensorboard") == scalars(finished / strategy / "tensorboard")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_wandb_replay_contains_rows_and_config(recorded, monkeypatch, capfd):
     """The W&B run has all rows, the configuration, the treatments as tags and the exit code."""

@@ -183,6 +183,7 @@ def test_rewind_of_no_run_is_refused(tmp_path):
 DIGESTED = {**OPTIONS, "digest_every": 2, "save_checkpoints": 0, "checkpoint_every_steps": 0}
 
 
+@pytest.mark.slow
 def test_digests_show_equality_or_first_divergence(tmp_path, capfd):
     """diff, rewind and validation work without checkpoints, and reading stops where the digest chain breaks."""
     for name, options in (
@@ -208,6 +209,7 @@ def test_digests_show_equality_or_first_divergence(tmp_path, capfd):
         rewind(tmp_path / "a", Stretch(7, 8))
 
 
+@pytest.mark.slow
 def test_resumed_run_has_uninterrupted_digest_chain(tmp_path, recwarn):
     """After a kill with a damaged digest file, the resumed run warns and starts a new chain."""
     options = {**OPTIONS, "digest_every": 1}

@@ -183,6 +183,7 @@ def test_strategy_with_other_options_gets_its_own_hook(tmp_path: Path) -> None:
     assert [value for event, value in lives if event == "made"] == [2, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*vanishing gradient")
 @pytest.mark.parametrize("group", ["observers", pytest.param("full", marks=pytest.mark.slow)])
 @own_process

@@ -138,6 +138,7 @@ def test_uncounted_memory_is_not_measured(install, monkeypatch):
     assert start_peak_measurement() is None
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_cpu_run_trains_where_mps_is_present(tmp_path):
     """A Mac's accelerator is there also for a run on its CPU."""

@@ -137,6 +137,7 @@ def test_other_errors_are_unchanged() -> None:
     assert raised.value.__cause__ is None
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_compiler_gets_setting_without_early_import() -> None:
     """compile_model imports torch._inductor, which then has the setting inside the context."""

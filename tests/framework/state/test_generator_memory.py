@@ -78,6 +78,7 @@ assert guards.is_available
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_imports_ignore_default_device_and_dtype() -> None:
     """A script may set them before it imports loopscope; tensors on the device "meta" have no values."""

@@ -239,6 +239,7 @@ def ranks(request, tmp_path_factory):
     return on_ranks(request.param, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
+@pytest.mark.slow_rows("shard_results")
 @pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 def test_error_on_one_rank_ends_all_ranks(ranks):

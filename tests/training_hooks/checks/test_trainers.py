@@ -23,6 +23,7 @@ def of_checks(scope: Any) -> Metrics:
             if name.startswith(prefix)}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_trainer_of_transformers_is_sound(tmp_path: Path) -> None:
     made = trainer(tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.1)
     scope = attached(made, ["training_checks"])

@@ -353,6 +353,7 @@ def test_measurement_costs_exactly_k_epochs(k):
     assert next(calls) == 2 * (1 + k) * STEPS_PER_EPOCH
 
 
+@pytest.mark.slow
 def test_hook_measures_early_epochs_then_snapshots():
     """Each of the first 50 epochs is measured, then every snapshot, also that of an early stop."""
     case = Case("tied", "sgd_momentum")

@@ -364,6 +364,7 @@ def test_undrawable_loader_is_measured_in_order():
     assert values["rows"] == 8
 
 
+@pytest.mark.slow_rows("transformer-adamw_fused-epoch")
 @pytest.mark.parametrize("case", [Case("transformer", "adamw_fused"), Case("tied", "sgd_momentum", "step")], ids=str)
 @own_process
 def test_repeatedly_measured_run_matches_bare_run(case):

@@ -56,6 +56,7 @@ def trainer(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
     return InOrder(made("mixtral"), args, train_dataset=Rows(), callbacks=[*callbacks])
 
 
+@pytest.mark.slow_rows("not reentrant", "reentrant")
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "not reentrant"])
 def test_trainer_is_measured_unchanged(tmp_path: Path, checkpointing: bool | None) -> None:

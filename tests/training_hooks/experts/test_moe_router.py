@@ -142,6 +142,7 @@ def test_micro_batches_add_up(parts):
     assert split == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.slow_rows("False")
 @pytest.mark.trainer
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers_count_once(reentrant):
@@ -156,6 +157,7 @@ def test_checkpointed_layers_count_once(reentrant):
     assert found == pytest.approx(plain, rel=1e-6)
 
 
+@pytest.mark.slow_rows("gpt_oss")
 @pytest.mark.trainer
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])

@@ -112,6 +112,7 @@ def test_repeated_step_matches_run(usual):
     assert len(found["effect"]["fresh"]) == len({*found["effect"]["fresh"]}) == 39
 
 
+@pytest.mark.slow_rows("fresh_state-Forgetful")
 @pytest.mark.parametrize(("branch", "runner"), [("half_rate", HalfRate), ("fresh_state", Forgetful)])
 @own_process
 def test_branch_matches_run_trained_that_way(branch, runner, usual, tmp_path):
@@ -119,6 +120,7 @@ def test_branch_matches_run_trained_that_way(branch, runner, usual, tmp_path):
     assert usual[0]["effect"][branch] == measured(tmp_path, runner)["effect"]["run"] != usual[0]["effect"]["run"]
 
 
+@pytest.mark.slow
 @own_process
 def test_usual_rate_branch_matches_run(usual, tmp_path):
     class Faster(Rates):
@@ -127,6 +129,7 @@ def test_usual_rate_branch_matches_run(usual, tmp_path):
     assert usual[0]["effect"]["usual_rate"] == measured(tmp_path, Faster)["effect"]["run"]
 
 
+@pytest.mark.slow
 @own_process
 def test_clipped_branch_matches_clipped_run(usual, tmp_path):
     """Other branches have no committing hooks, so they differ from the clipped run."""
@@ -135,6 +138,7 @@ def test_clipped_branch_matches_clipped_run(usual, tmp_path):
     assert found["effect"]["as_it_was"][0] != found["effect"]["run"]
 
 
+@pytest.mark.slow
 @own_process
 def test_branch_without_repeats_matches_deduplicated_run(tmp_path):
     """The hook finds the repeated rows of the batch and trains a branch with each row once."""
@@ -146,6 +150,7 @@ def test_branch_without_repeats_matches_deduplicated_run(tmp_path):
     assert found["rows"]["index"][:COPIES] == [found["rows"]["index"][0]] * COPIES
 
 
+@pytest.mark.slow
 @own_process
 def test_flipped_element_is_reported_and_restored(tmp_path):
     """The branch with the restored element has almost no effect on the loss."""

@@ -121,6 +121,7 @@ def test_gradients_beyond_float32_squares_are_measured():
     assert float(square_norm(torch.full((3,), 60000.0, dtype=torch.float16))) == pytest.approx(3 * 60000.0**2)
 
 
+@pytest.mark.slow_rows("5")
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("parts", [2, 3, 5])
 def test_micro_batch_norms_combine_to_batch_norms(parts):
@@ -146,6 +147,7 @@ def test_non_finite_gradients_are_reported():
     assert run(build_mlp(), hook) == finite_metrics
 
 
+@pytest.mark.slow_rows("3")
 @pytest.mark.compile
 @pytest.mark.parametrize("parts", [1, 3])
 def test_compiled_model_matches_eager_metrics(parts):

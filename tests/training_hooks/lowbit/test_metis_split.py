@@ -170,6 +170,7 @@ def test_frozen_weight_is_not_split():
     assert [layer.is_split for layer in layers(run.task.model).values()] == [False, True]
 
 
+@pytest.mark.slow
 def test_split_draws_depend_on_seed_and_step():
     """A hook that draws random numbers does not change the split."""
     drawing = at(SpyHook, HookPoint.PRE_STEP)(lambda ctx: {"draw": torch.rand(())})
@@ -359,6 +360,7 @@ def test_warmup_longer_than_run_causes_warning():
         hook.start(run_info(task, HookManager([hook], task, state, loop="step"), "step"))
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.filterwarnings("ignore:gradient_overflow")
 def test_overflow_ledger_continues_after_split(tmp_path):

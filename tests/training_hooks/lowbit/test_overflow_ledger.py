@@ -212,6 +212,7 @@ def alone(rank: int, **options: Any) -> dict[str, float]:
     return {name: value for name, value in run.values(1).items() if not name.startswith("topk")}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_sum_activations_but_not_gradients(tmp_path):
     """Activations and layer counts are combined; each rank reports its own gradients, which DDP makes equal."""

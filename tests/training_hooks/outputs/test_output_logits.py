@@ -97,6 +97,7 @@ def test_planted_constant_moves_log_z_only(constant):
         assert second[name] == pytest.approx(first[name], rel=2e-2, abs=1e-3)
 
 
+@pytest.mark.slow_rows("llama-3")
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("name", cases("llama", "lstm"))
 def test_micro_batches_add_up(name, parts):
@@ -198,6 +199,7 @@ def test_model_that_is_not_called_is_reported():
     assert found[1] == pytest.approx(measured("lstm"), rel=1e-6)
 
 
+@pytest.mark.slow_rows("llama")
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("name", cases("llama", "segmenter"))
 def test_run_has_the_bytes_of_the_bare_run(name):

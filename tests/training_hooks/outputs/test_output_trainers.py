@@ -22,6 +22,7 @@ def make_hooks() -> list[TrainingHook]:
     return [OutputLogits(interval=1), TokenLoss(interval=1)]
 
 
+@pytest.mark.slow_rows("plain")
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "bf16": True}], ids=["plain", "bf16, 2"])
 def test_trainer_of_hugging_face_is_measured_unchanged(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -42,6 +43,7 @@ def test_trainer_of_hugging_face_is_measured_unchanged(tmp_path: Path, options: 
     assert all(math.isfinite(metrics["calibration_error"]) for metrics in by_step(sink, "output_logits").values())
 
 
+@pytest.mark.slow
 def test_label_smoothing_of_the_trainer_is_unexplained(tmp_path: Path) -> None:
     """The Trainer takes the labels from the model's arguments; they are found in the batch, and shifted."""
     made, sink = trainer(tmp_path, dropout=0.0, kind=InOrder, label_smoothing_factor=0.2), RecordingSink()

@@ -258,6 +258,7 @@ def test_sample_represents_very_large_tensor():
     assert torch.quantile(rates, 0.3).item() == pytest.approx(1 / (0.7**2 + 0.5), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_default_schedule_reports_every_hundredth_step():
     """The first report is at step 1, and the run is unchanged."""
     case = Case("batchnorm_mlp", "adamw_fused", "step")

@@ -113,6 +113,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, cast: Cast, values: Tensor, **optio
     check_same(everything(cast, values, **options), uncompiled(monkeypatch, cast, values, **options))
 
 
+@pytest.mark.slow_rows("block-gaussian", "block-hostile")
 @pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("values", INPUTS.values(), ids=INPUTS)
@@ -289,6 +290,7 @@ def test_new_row_counts_do_not_recompile(compiler):
     assert (counters["stats"]["unique_graphs"], len(compiler._compiled)) == (before, made)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_first_call_tensors_are_released():
     """The compiler keeps no reference to the tensors that it compiled with."""
@@ -300,6 +302,7 @@ def test_first_call_tensors_are_released():
     assert before() is None
 
 
+@pytest.mark.slow
 def test_parameters_and_tensors_share_one_graph(compiler):
     """Parameters, tensors and the tensor of the first call use the same graph, also under no_grad."""
     cast, values = Cast("e2m1", "block", q_scalar=0.75), gaussian(512, 128)
@@ -312,6 +315,7 @@ def test_parameters_and_tensors_share_one_graph(compiler):
     assert counters["stats"]["unique_graphs"] == before
 
 
+@pytest.mark.slow
 def test_recompile_limit_falls_back_to_eager(compiler, monkeypatch):
     """A graph that raises FailOnRecompileLimitHit is replaced by the uncompiled function."""
     values = gaussian(512, 128)
@@ -324,6 +328,7 @@ def test_recompile_limit_falls_back_to_eager(compiler, monkeypatch):
     assert torch.equal(compiler.run(largest_per_block, values), expected)
 
 
+@pytest.mark.slow
 def test_compiling_draws_no_random_numbers(monkeypatch):
     """Compiling and calling a cast advance no global generator and raise no warnings."""
     monkeypatch.setattr(casts, "COMPILER", Compiler(patience=-1))
@@ -356,6 +361,7 @@ def test_gradients_are_cast_compiled_inside_backward(monkeypatch):
     assert torch.equal(x.grad, uncompiled(monkeypatch, BLOCK, gradient)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_bits_are_independent_of_torch_modes(monkeypatch):
     """Inference mode, autocast, deterministic algorithms and thread counts change no bit."""
@@ -450,6 +456,7 @@ def test_vmapped_cast_runs_uncompiled():
     assert torch.equal(stacked, torch.stack([BLOCK(part) for part in gaussian(4, 8, 64)]))
 
 
+@pytest.mark.slow
 def test_vmapped_function_compiles_for_plain_tensors(compiler: Compiler):
     """A function that was first called under vmap is still compiled for plain tensors."""
     torch.func.vmap(lambda blocks: compiler.run(largest_per_block, blocks))(gaussian(4, 64, 48))
