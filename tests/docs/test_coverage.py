@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from loopscope import training_hooks  # noqa: F401 - fills the registry
+from loopscope.hooks import HookRegistry
 
 from docs import coverage
 
@@ -14,6 +16,14 @@ def test_stored_table_has_all_rows():
     assert STORED["trials"] >= 500
     for hook, rows in coverage.measured(2)["hooks"].items():
         assert [row[:3] for row in STORED["hooks"][hook]] == [list(row[:3]) for row in rows]
+
+
+def test_every_standard_error_has_measured_coverage():
+    """A metric ``x_error`` whose reading calls it a standard error needs a row for x."""
+    for hook in HookRegistry:
+        errors = [info for info in hook().describe_metrics() if "standard error" in info.reading.lower()]
+        estimates = {info.name.split("/")[0].removesuffix("_error") for info in errors if "_error" in info.name}
+        assert estimates <= {row[0] for row in STORED["hooks"].get(hook.name, [])}, hook.name
 
 
 @pytest.mark.parametrize("hook", STORED["hooks"])

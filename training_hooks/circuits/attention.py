@@ -138,7 +138,8 @@ ROWS = """
         differ by less than two standard errors from the value of all data. It falls as 1/√rows. Missing for fewer than
         two samples.
     normalised_entropy_error/<parameter> | the same for normalised_entropy | [0, ∞)
-        | The standard error of normalised_entropy over samples.
+        | The standard error of normalised_entropy over samples. Its measured coverage, and that of the other errors,
+        is below.
     mean_entropy | mean over all heads of entropy | [0, ∞) nats | Sharpness of the whole model.
     mean_entropy_error | √(K/(K−1)·Σ(mean over all heads of (sₖ − mean·cₖ)/Σc)²) | [0, ∞) nats
         | The standard error of mean_entropy over samples; also missing if layers process different numbers of samples.

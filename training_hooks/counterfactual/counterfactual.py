@@ -163,13 +163,15 @@ class Counterfactual(InterventionHook):
             | 1 for an epoch against its content (content_cosine below 0). Compare it with the null: with noise of r
             times the signal's energy and without an effect of the order it is about 1 − 1/((1+r)(1+r/K)).
         ordering_fraction_error | √((K−1)/K Σᵢ (x₋ᵢ − mean x₋)²), x₋ᵢ without shuffle i | [0, ∞)
-            | The standard error over the choice of the shuffles, for this g (jackknife). Needs K ≥ 3.
+            | The standard error over the choice of the shuffles, for this g (jackknife). For an interval multiply it by
+            Student's t for K − 1 degrees of freedom (4.30 for 3); its measured coverage is below. Needs K ≥ 3.
         ordering_fraction_matched | mean over k of 1 − max(0, cos(g, mean of the c_j, j ≠ k))² | [0, 1]
             | The same for K − 1 shuffles, comparable with the null.
         null_fraction | mean over k of 1 − max(0, cos(c_k, mean of the c_j, j ≠ k))² | [0, 1]
             | The result of a shuffled epoch instead of the observed one: chance alone.
         null_fraction_error | as ordering_fraction_error | [0, ∞)
-            | The standard error of null_fraction over the choice of the shuffles. Needs K ≥ 3.
+            | The standard error of null_fraction over the choice of the shuffles, to be used with the same t. Needs
+            K ≥ 3.
         excess | ordering_fraction_matched − null_fraction | [−1, 1]
             | The effect of the order. Its expectation is zero for a random order; single values scatter, so use several
             epochs. Negative: more typical than a random order.

@@ -77,11 +77,12 @@ class CounterfactualValidator(DebugInterventionHook):
         ordering_fraction | by K: mean over sets of K shuffles of 1 − max(0, cos(g, c̄))² | [0, 1]
             | Falls with K for noisy shuffles, because more shuffles determine c̄ better.
         ordering_fraction_error | by K ≥ 3: √ mean over sets of the jackknife variance (K−1)/K Σᵢ (x₋ᵢ − mean x₋)²
-            | [0, ∞) | The standard error of ordering_fraction over the choice of K shuffles.
+            | [0, ∞) | The standard error of ordering_fraction over the choice of K shuffles. For an interval multiply
+            it by Student's t for K − 1 degrees of freedom; measured coverage is below.
         null_fraction | by K: mean over sets of the mean over k of 1 − max(0, cos(c_k, mean of the c_j, j ≠ k))²
             | [0, 1] | The fraction due to chance alone with K shuffles.
         null_fraction_error | as ordering_fraction_error | [0, ∞)
-            | The standard error of null_fraction over the choice of K shuffles.
+            | The standard error of null_fraction over the choice of K shuffles, to be used with the same t.
         excess | by K: mean over sets of ordering_fraction_matched − null_fraction | [−1, 1]
             | The effect of the order. It should hardly depend on K; if it does, small K are biased here.
         excess_error | by K ≥ 3: root mean square over sets of the excess_error of counterfactual | [0, ∞)

@@ -81,7 +81,8 @@ class BatchDynamics(TrainingHook):
     half a million), plus one gradient while it is copied. If that exceeds ``memory``, the hook refuses the model. With
     ``projection`` = d it is ``history`` × d × 4 bytes: a count sketch, the same in every run, replaces each gradient. A
     cosine c then has a standard error of (1 − c²)/√d (0.0078 at c = 0 and d = 16384), a norm has a relative standard
-    error of 1/√(2d), and singular values are within a factor of about 1 ± √(history/d) of the true ones.
+    error of 1/√(2d), and singular values are within a factor of about 1 ± √(history/d) of the true ones. The measured
+    coverage of the first two is at the end of this page.
 
     Assumes that the weights move little within a burst: the gradients then differ by their batches, and the values
     predict the effect of larger batches. If the weights move much, the values show how fast the gradient turns along
