@@ -76,6 +76,7 @@ class BatchDynamics(TrainingHook):
     During a burst the hook keeps the gradients of up to ``history`` consecutive steps as they are at POST_BACKWARD
     (before clipping); after the burst it discards them. It reports whenever a lag or a window first has enough
     gradients, then every 10 steps and at the end of the burst. It omits lags and windows that have too few gradients.
+    A step that a loss scaler skips has no gradient, and the hook starts again with the next one.
 
     Memory: ``history`` × n × 4 bytes during a burst, n the number of trainable elements (113 MiB for 60 gradients of
     half a million), plus one gradient while it is copied. If that exceeds ``memory``, the hook refuses the model. With
@@ -126,9 +127,10 @@ class BatchDynamics(TrainingHook):
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Keep this step's gradient; return the metrics of the burst so far at the steps that report."""
-        if ctx.step != self._step + 1:
-            self._history.reset()
-        if not is_overflowed(ctx):  # a step that the loss scaler skips is left out
+        is_skipped = is_overflowed(ctx)  # by the loss scaler
+        if ctx.step != self._step + 1 or is_skipped:
+            self._history.reset()  # its gradients and later ones would not be consecutive
+        if not is_skipped:
             self._history.append(ctx.model)
         self._step = ctx.step
         ends_burst = not self.step_schedule.is_due(ctx.step + 1)

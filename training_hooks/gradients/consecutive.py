@@ -44,8 +44,9 @@ class Consecutive(TrainingHook):
     over the data (or ``interval`` steps), and the hook reports at POST_BACKWARD of its last step.
 
     Assumes at least two epochs that train the same parameters; if the set of trained parameters changes, the hook skips
-    a report. A parameter without a gradient counts as zeros. Keeps two gradients in float32 or wider: the last mean and
-    the current sum.
+    a report. Steps that a loss scaler skips are left out of the mean of an epoch; in the step loop an interval with one
+    has no mean, and neither it nor the next one has a report. A parameter without a gradient counts as zeros. Keeps two
+    gradients in float32 or wider: the last mean and the current sum.
 
     Args:
         interval: steps per mean gradient in the step loop; 0 stands for one pass over the data.
@@ -122,10 +123,10 @@ class Consecutive(TrainingHook):
     def _gather(self, ctx: RunDataContext) -> Metrics:
         """Add a step's gradient to the sum in the step loop; compare the mean at the end of an interval.
 
-        An interval with a step that the loss scaler skips has no mean.
+        An interval with a step that the loss scaler skips has no mean, so the next one has none to compare with.
         """
         if is_overflowed(ctx):
-            self._summed = 0
+            self.reset()
             return {}
         layout = self._memory.layout(ctx.model) if self._summed else self._layout(ctx)
         vectors, gradients = self._memory.vectors, layout.gradients()

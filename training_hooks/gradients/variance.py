@@ -105,9 +105,9 @@ class Variance(TrainingHook):
     them cost nothing; otherwise the window slides by ``every`` steps.
 
     Assumes that the gradients of a window are draws around one mean although the parameters move in the meantime;
-    ``successive_ratio`` measures how well that holds. Steps that a loss scaler skips are left out; a burst with one has
-    no report. A parameter without a gradient in a step counts as zero. Keeps
-    three gradients in float32 or wider (mean, newest, work space), and ``window/every − 1`` more if windows slide.
+    ``successive_ratio`` measures how well that holds. A window with a step that a loss scaler skips has no report;
+    windows that slide start again after it. A parameter without a gradient in a step counts as zero. Keeps three
+    gradients in float32 or wider (mean, newest, work space), and ``window/every − 1`` more if windows slide.
 
     Args:
         window: steps in a window.
@@ -170,6 +170,7 @@ class Variance(TrainingHook):
         if ctx.step != self._last_step + 1:
             self.reset()
         if is_overflowed(ctx):
+            self.reset()  # a window consists of successive steps
             self._last_step = ctx.step
             return {}
         layout = self._extend(ctx)
