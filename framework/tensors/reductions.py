@@ -144,6 +144,18 @@ def scale_of(tensor: Tensor) -> Tensor:
     return power_of_two(wide.abs().amax()) if wide.numel() else wide.new_ones(())
 
 
+def in_range(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors divided by one power of two, so that float32 sums of their products stay within its range.
+
+    Angles between them, and ratios of their norms, stay the same. With float64, where no product of float32 numbers
+    leaves the range, the tensors themselves are returned.
+    """
+    if not tensors or widest(tensors[0].device) is torch.float64:
+        return tensors
+    unit = torch.stack([scale_of(_stored(tensor)).to(tensors[0].device) for tensor in tensors]).amax()
+    return tuple(tensor / unit for tensor in tensors)
+
+
 def _corrected(values: Tensor, accurate: float, again: Callable[[int], Tensor]) -> Tensor:
     """Replace the values that are below ``accurate``, infinite or NaN by those that ``again`` computes."""
     for place, value in enumerate(values.tolist()):

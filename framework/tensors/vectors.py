@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .reductions import cosine_of, inner_products, joint_norm_of, norms_of
+from .reductions import cosine_of, in_range, inner_products, joint_norm_of, norms_of
 from .shards import Groups, is_sharded, local_shards, over_shards, part_on_rank
 
 Vector = Mapping[str, Tensor]
@@ -75,6 +75,7 @@ def max_abs(a: Vector) -> Tensor:
 
 def cosine(a: Vector, b: Vector) -> Tensor:
     """Return the cosine between two vectors, a·b / (||a|| ||b||); NaN if one of them is zero."""
+    a, b = (dict(zip(vector, in_range(*vector.values()), strict=True)) for vector in (a, b))
     return cosine_of(dot(a, b), dot(a, a), dot(b, b))
 
 

@@ -1,10 +1,9 @@
-"""Every finite value of a hook is within the range that its metric declares, for losses and weights of all sizes."""
+"""Every finite value of a hook is in the range that its metric declares, for losses, weights, gradients of any size."""
 
 import math
 import re
 from collections.abc import Iterator
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from loopscope import training_hooks  # noqa: F401 - fills the registry
 from loopscope.errors import LoopscopeError
 from loopscope.hooks import HookRegistry, MetricInfo, TrainingHook
 
-from tests.contracts.test_hooks import HEALTH, QUIET, make, reference, refusal
+from tests.contracts.test_hooks import COMMITTING, HEALTH, QUIET, make, reference, refusal
 from tests.support import Case, train
 
 pytestmark = [
@@ -24,11 +23,6 @@ CASES = [
     Case("transformer", "adamw_foreach", "epoch"),
     Case("batchnorm_mlp", "sgd_momentum", "step"),
     Case("tied", "adamw_foreach", "step"),
-]
-EXPONENTS = (-90, -40, 0, 40)
-SCALES = [
-    pytest.param(case, exponent, id=f"{case}-{exponent}", marks=[pytest.mark.slow] if place else [])
-    for place, (case, exponent) in enumerate(product(CASES, EXPONENTS))
 ]
 STEPS = 7
 NUMBER = r"[-−]?(?:\d+(?:\.\d+)?|∞)"
@@ -80,6 +74,48 @@ def scaled_loss(exponent: int, task: Any, state: Any) -> None:
     task.compute_loss = lambda *arguments: original(*arguments) * 2.0**exponent
 
 
+def scaled_weights(exponent: int, task: Any, state: Any) -> None:
+    """Multiply all parameters by a power of two; the attention scores of the transformer overflow above 2³⁰."""
+    with torch.no_grad():
+        for parameter in task.model.parameters():
+            parameter.mul_(2.0**exponent)
+
+
+def scaled_gradients(exponent: int, task: Any, state: Any) -> None:
+    """Multiply all gradients by a power of two, after the backward pass of the unchanged loss."""
+    for parameter in task.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: gradient * 2.0**exponent)
+
+
+def repeated_batch(exponent: int, task: Any, state: Any) -> None:
+    """Train on one batch with a tiny learning rate, so that gradients of successive steps hardly differ."""
+    for group in task.optimizer.param_groups:
+        group["lr"] = 2.0**exponent
+    original, first = task.compute_loss, {}
+    task.compute_loss = lambda model, batch: original(model, first.setdefault(len(batch[0]), batch))
+
+
+EXPONENTS = {
+    scaled_loss: (-90, -40, 0, 40),
+    scaled_weights: (-40, 40),
+    scaled_gradients: (-126, 110),
+    repeated_batch: (-40,),
+}
+FAST = {(scaled_loss, -90, CASES[0]), (scaled_gradients, 110, CASES[1])}
+SCALES = [
+    pytest.param(
+        case,
+        partial(change, exponent),
+        id=f"{case}-{change.__name__}-{exponent}",
+        marks=[] if (change, exponent, case) in FAST else [pytest.mark.slow],
+    )
+    for case in CASES
+    for change, exponents in EXPONENTS.items()
+    for exponent in exponents
+]
+
+
 def violations(hook: TrainingHook, rows: Any) -> list[str]:
     infos = list(hook.describe_metrics())
     found = []
@@ -94,15 +130,15 @@ def violations(hook: TrainingHook, rows: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", QUIET)
-@pytest.mark.parametrize(("case", "exponent"), SCALES)
-def test_values_stay_in_declared_ranges(name, case, exponent):
-    """The loss, and with it all gradients and curvatures, is multiplied by a power of two."""
+@pytest.mark.parametrize("name", QUIET + COMMITTING)
+@pytest.mark.parametrize(("case", "change"), SCALES)
+def test_values_stay_in_declared_ranges(name, case, change):
+    """Loss, weights or gradients are multiplied by a power of two, or gradients of successive steps are alike."""
     if refusal(name, case):
         pytest.skip("the hook does not support the model")
     hook = make(name)
     run = train(case, [hook], steps=STEPS, audit=False, every_step=False, raises=LoopscopeError,
-                reference_weights=reference(case), introduce=partial(scaled_loss, exponent))  # fmt: skip
+                reference_weights=reference(case), introduce=change)  # fmt: skip
     assert not violations(hook, run.sink.emitted)
 
 

@@ -39,7 +39,8 @@ def energy_outside(gram: Tensor, one: int, others: Sequence[int]) -> Tensor:
     # With m = mean of v_j over others: cos² = (v_one·m)² / (‖v_one‖²‖m‖²), where v_one·m and ‖m‖² are means in the Gram
     # matrix.
     across = gram[one, chosen].mean().clamp(min=0)
-    return 1 - across.square() / (gram[one, one] * gram[chosen][:, chosen].mean())
+    squared_cosine = across.square() / (gram[one, one] * gram[chosen][:, chosen].mean())
+    return 1 - squared_cosine.clamp(max=1)  # which rounding may exceed, as for the cosines below
 
 
 def ordering_split(gram: Tensor) -> dict[str, Tensor]:
@@ -62,7 +63,8 @@ def ordering_split(gram: Tensor) -> dict[str, Tensor]:
     mean_norm = gram[1:, 1:].mean().sqrt()
     projection = gram[0, 1:].mean() / mean_norm
     lengths = gram.diagonal().clamp(min=0).sqrt()
-    cosines = gram[1:, 1:] / torch.outer(lengths[1:], lengths[1:])
+    cosines = (gram / torch.outer(lengths, lengths)).clamp(-1, 1)
+    among_shuffles = cosines[1:, 1:]
     return {
         "ordering_fraction": energy_outside(gram, 0, shuffles),
         "ordering_fraction_matched": matched,
@@ -70,9 +72,9 @@ def ordering_split(gram: Tensor) -> dict[str, Tensor]:
         "excess": matched - null,
         "content_norm": projection.abs(),
         "ordering_norm": (gram[0, 0] - projection.square()).clamp(min=0).sqrt(),
-        "content_cosine": projection / lengths[0],
-        "observed_coherence": (gram[0, 1:] / (lengths[0] * lengths[1:])).mean(),
-        "shuffle_coherence": (cosines.sum() - cosines.diagonal().sum()) / (count * (count - 1)),
+        "content_cosine": (projection / lengths[0]).clamp(-1, 1),
+        "observed_coherence": cosines[0, 1:].mean(),
+        "shuffle_coherence": (among_shuffles.sum() - among_shuffles.diagonal().sum()) / (count * (count - 1)),
         "observed_norm": lengths[0],
         "shuffled_norm": lengths[1:].mean(),
     }
@@ -105,11 +107,11 @@ def solution_alignment(gram: Tensor) -> dict[str, Tensor]:
     ordering_square = square[0] - share.square() * mean_square
     ordering_cosine = (toward[0] - share * mean_toward) / (ordering_square * square[-1]).sqrt()
     has_ordering = ordering_square > NO_ORDERING * square[0]
-    cosines = toward / (square[:-1] * square[-1]).sqrt()
+    cosines = (toward / (square[:-1] * square[-1]).sqrt()).clamp(-1, 1)
     return {
         "solution_cosine": cosines[0],
-        "content_solution_cosine": share.sign() * mean_toward / (mean_square * square[-1]).sqrt(),
-        "ordering_solution_cosine": torch.where(has_ordering, ordering_cosine, torch.nan),
+        "content_solution_cosine": (share.sign() * mean_toward / (mean_square * square[-1]).sqrt()).clamp(-1, 1),
+        "ordering_solution_cosine": torch.where(has_ordering, ordering_cosine.clamp(-1, 1), torch.nan),
         "shuffled_solution_cosine": cosines[1:].mean(),
         "solution_excess": cosines[0] - cosines[1:].mean(),
     }

@@ -34,9 +34,9 @@ def splits(gram: Tensor, observed: Tensor, shuffles: Tensor) -> Splits:
     total, rows, squares = among.sum((1, 2)), among.sum(2), among.diagonal(dim1=1, dim2=2)
     sums_of_others = total[:, None] - 2 * rows + squares
     across_others = (across.sum(1, keepdim=True) - across).clamp(min=0)
-    matched = 1 - across_others.square() / (energy[:, None] * sums_of_others)
-    null = 1 - (rows - squares).clamp(min=0).square() / (squares * sums_of_others)
-    fraction = 1 - across.sum(1).clamp(min=0).square() / (energy * total)
+    matched = (1 - across_others.square() / (energy[:, None] * sums_of_others)).clamp(min=0)  # rounding may be below
+    null = (1 - (rows - squares).clamp(min=0).square() / (squares * sums_of_others)).clamp(min=0)
+    fraction = (1 - across.sum(1).clamp(min=0).square() / (energy * total)).clamp(min=0)
     return Splits(fraction, null.mean(1), matched.mean(1) - null.mean(1))
 
 

@@ -7,7 +7,7 @@ from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, Train
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import ENDLESS, Metrics, RunInfo
 from loopscope.option_words import hook_option_text
-from loopscope.tensors import cosine_of, trainable
+from loopscope.tensors import cosine_of, in_range, trainable
 from torch import Tensor
 
 from ..measures import FlatLayout, FlatMemory, FlatVector, is_overflowed
@@ -23,6 +23,7 @@ def agreement(layout: FlatLayout, gradient: Tensor, previous: Tensor, shared: Se
         shared: names of the parameters that had a gradient in both epochs; each gets its own cosine.
     """
     # cos = ḡ·ḡ' / (‖ḡ‖‖ḡ'‖), from the inner products by parameter, shape (parameters,), and from their sums
+    gradient, previous = in_range(gradient, previous)
     products = layout.dots(gradient, previous)
     squares, previous_squares = layout.dots(gradient, gradient), layout.dots(previous, previous)
     product, square, previous_square = products.sum(), squares.sum(), previous_squares.sum()

@@ -3,7 +3,7 @@
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.hooks import Metrics, RunInfo
-from loopscope.tensors import cosine_of, trainable
+from loopscope.tensors import cosine_of, in_range, scale_of, trainable
 from torch import Tensor
 
 from ..measures import FlatLayout, FlatMemory
@@ -18,9 +18,12 @@ def descent_metrics(layout: FlatLayout, gradient: Tensor, remaining: Tensor) -> 
         remaining: d, shape (elements,).
     """
     # cos(−ḡ, d) = −ḡ·d/(‖ḡ‖‖d‖), and −ḡ·d/‖d‖ is the decrease of the loss per unit of distance.
-    product, square = -layout.dot(gradient, remaining), layout.dot(remaining, remaining)
-    cosine = cosine_of(product, layout.dot(gradient, gradient), square)
-    return {"gradient_cosine": cosine, "gradient_projection": product / square.sqrt()}
+    (scaled,), (direction,) = in_range(gradient), in_range(remaining)
+    product, square = -layout.dot(scaled, direction), layout.dot(direction, direction)
+    cosine, projection = cosine_of(product, layout.dot(scaled, scaled), square), product / square.sqrt()
+    if scaled is not gradient:
+        projection = projection * scale_of(gradient)
+    return {"gradient_cosine": cosine, "gradient_projection": projection}
 
 
 def progress_metrics(layout: FlatLayout, moved: Tensor, remaining: Tensor, route: Tensor) -> dict[str, Tensor]:
@@ -33,14 +36,16 @@ def progress_metrics(layout: FlatLayout, moved: Tensor, remaining: Tensor, route
         route: D = θ_ref − θ₀, shape (elements,).
     """
     # progress = (θ − θ₀)·D / ‖D‖², orthogonal = ‖(θ − θ₀) − progress·D‖ / ‖D‖
+    distance = layout.norm(remaining)
+    moved, route, scaled_remaining = in_range(moved, route, remaining)
     along, squares = layout.dots(moved, route), layout.dots(route, route)
     length, progress = squares.sum().sqrt(), along.sum() / squares.sum()
     deviation = torch.addcmul(moved, route, -progress.to(route.dtype))
-    orthogonal, distance = layout.norm(deviation) / length, layout.norm(remaining)
+    orthogonal, relative_distance = layout.norm(deviation) / length, layout.norm(scaled_remaining) / length
     # Both parts are orthogonal and relative to ‖D‖, so cos(θ − θ₀, D) = progress/√(progress² + orthogonal²).
     metrics = {
         "distance": distance,
-        "relative_distance": distance / length,
+        "relative_distance": relative_distance,
         "progress": progress,
         "orthogonal": orthogonal,
         "displacement_cosine": progress / torch.hypot(progress, orthogonal),

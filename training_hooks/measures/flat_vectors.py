@@ -14,10 +14,12 @@ from loopscope.tensors import (
     Vector,
     flat_products,
     groups_of,
+    in_range,
     is_sharded,
     laid_out_like,
     local_shards,
     over_shards,
+    scale_of,
     unsharded,
 )
 from torch import Tensor, nn
@@ -133,8 +135,10 @@ class FlatLayout:
         return flat_products([(a, b)])[0] if self._fits_one_dot else self.dots(a, b).sum()
 
     def norm(self, a: Tensor) -> Tensor:
-        """Return the 2-norm of a vector's elements, zero-dimensional, float64."""
-        return self.dot(a, a).sqrt()
+        """Return the 2-norm of a vector's elements, zero-dimensional, float64, or float32 where there is none."""
+        (scaled,) = in_range(a)
+        length = self.dot(scaled, scaled).sqrt()
+        return length if scaled is a else length * scale_of(a)
 
     def dots(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the inner product for each parameter, shape (parameters,), float64."""

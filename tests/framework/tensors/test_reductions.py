@@ -55,7 +55,7 @@ def test_reductions_are_right_at_every_scale(name, exponent, is_readable):
 
 
 @pytest.mark.parametrize("exponent", [-126, -80, 0, 66, 126])
-@pytest.mark.parametrize("name", ["norm", "joint_norm", "norms", "total_of", "dot", "row_norms"])
+@pytest.mark.parametrize("name", ["norm", "joint_norm", "norms", "total_of", "dot", "row_norms", "cosine"])
 def test_reductions_without_float64_are_scaled(name, exponent):
     """On a device whose widest dtype is float32, as MPS, the results are right unless they leave its range."""
     reduce, exact = REDUCTIONS[name]

@@ -12,7 +12,7 @@ from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, seed_everything
 from loopscope.tensors import copied
 from loopscope.training import TrainingTask
-from loopscope.training_hooks.counterfactual import Counterfactual
+from loopscope.training_hooks.counterfactual import Counterfactual, CounterfactualValidator
 from loopscope.training_hooks.counterfactual.counterfactual import (
     inner_products,
     ordering_split,
@@ -244,6 +244,23 @@ def test_errors_match_definitions_on_vectors(k, effect):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-9, 1e-7, 1e-5])
+def test_equal_epochs_stay_in_declared_ranges(spread):
+    """Epochs of one full batch have equal gradients, whose cosines rounding may take beyond 1."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        base = torch.randn(50, generator=generator)
+        gram = inner_products([{"w": base + spread * torch.randn(50, generator=generator)} for _ in range(5)])
+        found = ordering_split(gram[:4, :4]) | split_errors(gram[:4, :4]) | solution_alignment(gram)
+        assert all(0 <= found[name] <= 1 for name in found if name.endswith(("fraction", "matched")))
+        assert all(abs(found[name]) <= 1 for name in found if name.endswith(("_cosine", "coherence", "excess"))
+                   if not found[name].isnan())  # fmt: skip
+        by_count = CounterfactualValidator(k_max=4).estimate(gram)
+        assert all(
+            0 <= value <= 1 for name in ("ordering_fraction", "null_fraction") for value in by_count[name].values()
+        )
 
 
 def covered(k: int, size: int, noise: float, effect: float, trials: int) -> tuple[float, float]:

@@ -1,11 +1,13 @@
 """Measures of gradients and curvature keep their values when everything is multiplied by a power of two."""
 
+import re
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 from loopscope.lowbit.casts import Cast
-from loopscope.tensors import cosine_of, row_norms
+from loopscope.tensors import cosine_of, reductions, row_norms
 from loopscope.training_hooks.circuits.token_gradient import agreement, concentration
 from loopscope.training_hooks.clipping.embedding_provenance import metrics_of
 from loopscope.training_hooks.clipping.tied_embeddings import all_sums
@@ -16,7 +18,7 @@ from loopscope.training_hooks.gradients.batch_dynamics import accumulation_effic
 from loopscope.training_hooks.gradients.consecutive import agreement as consecutive_agreement
 from loopscope.training_hooks.gradients.gradient_history import row_products, spectrum
 from loopscope.training_hooks.gradients.gradient_noise_scale import part_norms, signal_and_noise
-from loopscope.training_hooks.gradients.gradient_projection import progress_metrics
+from loopscope.training_hooks.gradients.gradient_projection import descent_metrics, progress_metrics
 from loopscope.training_hooks.lowbit.product_errors import product_errors
 from loopscope.training_hooks.measures import FlatLayout, effective_rank
 from loopscope.training_hooks.updates.adam_dynamics import inner_product, square_norm
@@ -55,6 +57,15 @@ def consecutive(v: Tensor) -> Measures:
 def projection(v: Tensor) -> Measures:
     measures = progress_metrics(layout(v.shape[1]), v[0], v[1], v[2])
     return {name: value for name, value in measures.items() if name != "distance"}
+
+
+def descent(v: Tensor) -> Measures:
+    measures = descent_metrics(layout(v.shape[1]), v[0], v[1])
+    return measures | {"gradient_projection": measures["gradient_projection"] / v[0].abs().max()}
+
+
+def length(v: Tensor) -> Measures:
+    return {"length": layout(v.shape[1]).norm(v[0]) / v[0].abs().max()}
 
 
 def noise(v: Tensor) -> Measures:
@@ -109,8 +120,8 @@ def products(v: Tensor) -> Measures:
 
 
 MEASURES: list[Callable[[Tensor], Measures]] = [
-    counterfactual, history, consecutive, projection, noise, adam, tokens, tied, watched, eigenvalues, preconditioned,
-    products,
+    counterfactual, history, consecutive, projection, descent, length, noise, adam, tokens, tied, watched, eigenvalues,
+    preconditioned, products,
 ]  # fmt: skip
 
 
@@ -122,3 +133,39 @@ def test_measures_do_not_depend_on_scale(measure, exponent):
     expected, found = measure(vectors), measure(vectors * 2.0**exponent)
     for name, value in expected.items():
         torch.testing.assert_close(found[name].double(), value.double(), rtol=1e-4, atol=1e-6)
+
+
+SCALED = [consecutive, projection, descent, length, watched, eigenvalues, preconditioned, products]
+"""Measures that keep their values on devices without float64, too."""
+
+
+def without_float64(measure: Callable[[Tensor], Measures], vectors: Tensor) -> Measures:
+    """Take the branch for devices whose widest dtype is float32, as MPS, on the CPU."""
+    with (
+        patch.object(reductions, "is_readable", lambda tensor: False),
+        patch.object(reductions, "widest", lambda device: torch.float32),
+    ):
+        return measure(vectors)
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+@pytest.mark.parametrize("measure", SCALED, ids=lambda measure: measure.__name__)
+def test_scaled_measures_need_no_float64(measure, exponent):
+    vectors = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)) / 8
+    vectors[:, 0] += 2
+    expected, found = measure(vectors), without_float64(measure, vectors * 2.0**exponent)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].double(), value.double(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+@pytest.mark.parametrize("measure", [counterfactual, history, adam, tokens, tied, consecutive, projection, descent])
+def test_cosines_without_float64_stay_in_range(measure, exponent):
+    """Where sums of squares leave the range of float32 they are NaN."""
+    generator = torch.Generator().manual_seed(0)
+    nearly_parallel = torch.ones(6, 64) + 1e-6 * torch.randn(6, 64, generator=generator)
+    for vectors in (nearly_parallel, torch.randn(6, 64, generator=generator)):
+        found = without_float64(measure, vectors * 2.0**exponent)
+        cosines = [value for name, value in found.items() if re.search("cosine|coherence|lag", name)]
+        assert cosines
+        assert all(-1 <= value <= 1 or value.isnan() for value in cosines)
