@@ -19,11 +19,12 @@ from loopscope.loops import epoch_loop
 from loopscope.runs import RunOptions, Session, strategy_training
 from loopscope.runs.session import uses_reference
 from loopscope.tensors import copied, trainable
-from loopscope.training import forward_backward
+from loopscope.training import TrainingTask, forward_backward
 from loopscope.training_hooks.counterfactual import Counterfactual
+from torch import Tensor
 
 from tests.benchmarks.rows import MILLISECONDS, PERCENT, TIMES, Effort, Row
-from tests.benchmarks.subjects import Subject, mod_arithmetic
+from tests.benchmarks.subjects import Subject, mixture_of_experts, mod_arithmetic
 from tests.benchmarks.timing import Spread, Turns, clock, in_slices, ratio
 
 assert training_hooks.__all__
@@ -110,16 +111,7 @@ def observers_at_the_end_of_epochs(effort: Effort) -> Iterator[Row]:
     hooks = [HookRegistry.get(name)() for name in epoch_end_observers()]
     reference = copied(trainable(task.model))
     manager = TimedManager(hooks, task, state, required=(), reference_weights=reference)
-    run = RunInfo(
-        experiment="mod_arithmetic",
-        strategy="stride",
-        output_dir=Path("unused"),
-        task=task,
-        loop="epoch",
-        seed=0,
-        optimizer_class=type(task.optimizer),
-        reference_weights=reference,
-    )
+    run = _run_info(task, reference)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         manager.start_hooks(run)
@@ -130,6 +122,19 @@ def observers_at_the_end_of_epochs(effort: Effort) -> Iterator[Row]:
     shares = [seconds / epoch for seconds in manager.seconds[2:]]
     against = f"an epoch of {epoch * 1e3:.0f} ms, quick preset"
     yield Row("Observers at POST_EPOCH, together", against, PERCENT, Spread.of(shares), 0.05)
+
+
+def _run_info(task: TrainingTask, reference: Mapping[str, Tensor] | None = None) -> RunInfo:
+    return RunInfo(
+        experiment="mod_arithmetic",
+        strategy="stride",
+        output_dir=Path("unused"),
+        task=task,
+        loop="epoch",
+        seed=0,
+        optimizer_class=type(task.optimizer),
+        reference_weights=reference,
+    )
 
 
 def groups_of_observers(effort: Effort) -> Iterator[Row]:
@@ -181,19 +186,41 @@ def full_group(effort: Effort) -> Iterator[Row]:
 
 
 def each_hook(effort: Effort) -> Iterator[Row]:
-    """Read the cost of every hook from a profiled run with all of them."""
+    """Read the cost of every hook from profiled runs: all together, and those that this run leaves out."""
     epochs = effort.times(20)
     bare = seconds(train(effort, epochs)) / epochs
     debug = [hook.name for hook in HookRegistry if hook.debug]
-    summary = train(effort, epochs, with_hooks="full", hooks=debug, profile_hooks=True)
-    for name, cost in sorted(summary["hook_profile"].items()):
-        per_epoch = cost["seconds"] / epochs / bare
-        kept = f"{cost.get('state_bytes', 0) / 1e6:.1f} MB kept"
-        sent = ", ".join(f"{rows:,} {kind}" for kind, rows in summary["hook_samples"].get(name, {}).items())
-        against = (
-            f"{cost['calls'] / epochs:.1f} calls and {per_epoch:.1%} of an epoch, {kept}{sent and '; samples: ' + sent}"
-        )
-        yield Row(name, against, MILLISECONDS, Spread.of([cost["seconds"] / cost["calls"]]))
+    full = train(effort, epochs, with_hooks="full", hooks=debug, profile_hooks=True)
+    costs = {name: cost for name, cost in full["hook_profile"].items() if name not in full["hooks_left_out"]}
+    # qk_clip commits, so that no group contains it.
+    costs["qk_clip"] = train(effort, epochs, hooks=["qk_clip"], profile_hooks=True)["hook_profile"]["qk_clip"]
+    rows = [_profiled(name, cost, epochs, bare, full["hook_samples"].get(name, {})) for name, cost in costs.items()]
+    yield from sorted([*rows, routers(effort)], key=lambda row: row.figure)
+
+
+def _profiled(name: str, cost: Summary, epochs: int, bare: float, samples: Summary, model: str = "") -> Row:
+    """Return the row of a hook from its profile over some epochs, which take ``bare`` seconds each without hooks."""
+    kept = f"{cost.get('state_bytes', 0) / 1e6:.1f} MB kept"
+    sent = ", ".join(f"{rows:,} {kind}" for kind, rows in samples.items())
+    share = f"{cost['seconds'] / epochs / bare:.1%} of an epoch{model}"
+    against = f"{cost['calls'] / epochs:.1f} calls and {share}, {kept}{sent and '; samples: ' + sent}"
+    return Row(name, against, MILLISECONDS, Spread.of([cost["seconds"] / cost["calls"]]))
+
+
+def routers(effort: Effort) -> Row:
+    """Read the cost of moe_router from a profiled run of a mixture of experts; the experiment has no routers."""
+    epochs = effort.times(5)
+    clocked = []
+    for hooks in ([], [HookRegistry.get("moe_router")()]):
+        subject = mixture_of_experts()
+        task, state = replace(subject.task, length=epochs), subject.state
+        manager = HookManager(hooks, task, state, profile=True)
+        manager.start_hooks(_run_info(task))
+        begin = clock()
+        epoch_loop(task, manager)
+        clocked.append(clock() - begin)
+    profile = manager.profiler.report()["moe_router"]
+    return _profiled("moe_router", profile, epochs, clocked[0] / epochs, {}, " of a mixture of 8 experts")
 
 
 def hessian_product(effort: Effort) -> Iterator[Row]:

@@ -87,7 +87,7 @@ METHOD = """
   epochs, so most epochs with a display contain a redraw. *Own time* is the time inside the display.
 - *Each hook.* From one run of 20 epochs with all hooks and `--profile-hooks`: mean wall-clock time of a call, random
   streams and checks included. Values that the loop computes for hooks (the mean gradient, the norm of every step) are
-  not included.
+  not included. `qk_clip`, which commits, has a separate run, and `moe_router` one of a small mixture of experts.
 - *Smoothing.* `ModelSmoother.smooth` against one `torch._foreach_lerp_` of the parameters and as many buffers, caches
   emptied before each. A smoothing writes both, so it moves at least 4/3 of the bytes. torch has no operation that
   writes two results, so each block is blended and then copied back from the cache: the copy is the remaining cost.

@@ -151,6 +151,41 @@ def language_model(
     return Subject.of(task, TrainingState(model, optimizer, RandomStreams(1)), batch_size)
 
 
+class Experts(nn.Module):
+    """A mixture of experts: every token passes the two experts with the largest router logits."""
+
+    def __init__(self, width: int, experts: int, top_k: int = 2) -> None:
+        super().__init__()
+        self.gate, self.top_k = nn.Linear(width, experts, bias=False), top_k
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(experts)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weights, chosen = self.gate(hidden).softmax(-1).topk(self.top_k)
+        shares = torch.zeros_like(hidden[..., : len(self.experts)]).scatter(-1, chosen, weights)
+        return hidden + sum(shares[..., place, None] * expert(hidden) for place, expert in enumerate(self.experts))
+
+
+def mixture_of_experts(*, width: int = 64, layers: int = 2, experts: int = 8, steps: int = 60) -> Subject:
+    """Build a run of a mixture of experts, which predicts each token from the one before; an epoch is ``steps``."""
+    seed_everything(1)
+    vocabulary, length, batch_size = 256, 32, 8
+    layer_list = [Experts(width, experts) for _ in range(layers)]
+    model = nn.Sequential(nn.Embedding(vocabulary, width), *layer_list, nn.Linear(width, vocabulary))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    tokens = torch.randint(vocabulary, (steps * batch_size, length + 1))
+    data = tokens[:, :-1], tokens[:, 1:]
+    loader = TensorLoader(data, batch_size, fixed_order(torch.arange(len(tokens))))
+    task = TrainingTask(
+        model,
+        optimizer,
+        loader,
+        lambda model, batch: functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()),
+    )
+    return Subject.of(task, TrainingState(model, optimizer, RandomStreams(1)), batch_size)
+
+
 def sweep(tensors: Sequence[Tensor]) -> None:
     """Read the version and the data pointer of every tensor, in plain Python."""
     [tensor._version for tensor in tensors]
