@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..errors import StateMutationError, library_warnings_ignored, listed
-from ..state import Part, TrainingState, described_tensor, differing, hook_contents
+from ..state import Part, TrainingState, described_tensor, hook_contents
 from ..tensors import PLAIN, addresses, local_shards
 from .guardian import Objects
-from .recorded_bytes import RecordedBytes
+from .recorded_bytes import RecordedBytes, RecordedEntries
 from .watch_list import WatchList, same_values, step_tensors
 
 # Autograd counts in-place writes, to reject stale saved tensors; only this private attribute gives the count.
@@ -363,14 +363,14 @@ class Audit:
         self._state = state
         self._parts = parts
         self.enabled = enabled
-        self._digests: dict[str, int] = {}
+        self._digests = RecordedEntries()
         self._objects: Objects | None = None
         self._gradients: dict[Tensor, Tensor | None] = {}
 
     def take_baseline(self) -> None:
         """Compute the digests and record the objects to compare with."""
         if self.enabled:
-            self._digests = self._state.digest(self._parts)
+            self._digests = self._read()
             has_gradients = any(part.name == "gradients" for part in self._parts or self._state.parts)
             parameters = self._state.modules.parameters() if has_gradients else ()
             self._gradients = {parameter: parameter.grad for parameter in parameters}
@@ -380,11 +380,14 @@ class Audit:
         """Raise :class:`StateMutationError`, which names ``culprit`` and the differences, if the state changed."""
         if self.enabled:
             try:
-                changes = differing(self._digests, self._state.digest(self._parts)) or self._replaced_objects()
+                changes = self._digests.differing(self._read()) or self._replaced_objects()
             except Exception as error:
                 raise unreadable_state(culprit, error) from error
             if changes:
                 raise mutation_error(culprit, changes)
+
+    def _read(self) -> RecordedEntries:
+        return RecordedEntries(self._state.leaf_values(self._parts))
 
     def _replaced_objects(self) -> list[str]:
         """Name the objects and gradients that were replaced by equal ones."""

@@ -377,8 +377,10 @@ class TrainingState(StateObjects):
         """Return the objects from which the guardian walks all parts of the state, or some."""
         return (*_roots(self, parts or self.parts),)
 
-    def leaf_values(self) -> list[tuple[str, Any]]:
-        """Return every tensor and plain value of the state with its name."""
+    def leaf_values(self, parts: Sequence[Part] = ()) -> list[tuple[str, Any]]:
+        """Return every tensor and plain value of the state, or of some parts, with its name."""
+        if parts:
+            return [leaf for part in parts for leaf in part.read(self)]
         named = [leaf for part in self.parts if part is not OTHERS for leaf in part.read(self)]
         if OTHERS not in self.parts:
             return named
@@ -419,8 +421,7 @@ class TrainingState(StateObjects):
 
     def digest(self, parts: Sequence[Part] = ()) -> dict[str, int]:
         """Return 64-bit digests of all entries of the state, or of some parts, by name."""
-        leaves = chain.from_iterable([part.read(self) for part in parts]) if parts else self.leaf_values()
-        return {name: digest(leaf) for name, leaf in leaves}
+        return {name: digest(leaf) for name, leaf in self.leaf_values(parts)}
 
 
 def _container_names(prefix: str, space: Mapping[Any, Any], depth: int = 0) -> dict[int, str]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from loopscope.errors import StateMutationError
 from loopscope.hooks import HookPoint
+from loopscope.isolation.tripwire import Audit
 
 from tests.contracts.test_misbehaving_hooks import (
     CASE,
@@ -121,4 +122,16 @@ def test_comparing_bytes_copies_one_result_to_the_host():
         tripwire.record_bytes()
     with count_synchronisations() as checking:
         tripwire.check_bytes("the test")
+    assert (recording.by_kind, checking.by_kind) == ({}, {"copies to the host": 1})
+
+
+@on_fake_device
+def test_audit_copies_one_result_to_the_host():
+    """The digest of each entry of the state on the device is computed there."""
+    audit = Audit(train(CASE, audit=False, device="fake").state, enabled=True)
+    audit.take_baseline()  # the first one transfers the constants of the formula
+    with count_synchronisations() as recording:
+        audit.take_baseline()
+    with count_synchronisations() as checking:
+        audit.check("the test")
     assert (recording.by_kind, checking.by_kind) == ({}, {"copies to the host": 1})

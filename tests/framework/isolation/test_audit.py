@@ -1,8 +1,10 @@
 import pytest
 import torch
 from loopscope.errors import StateMutationError
+from loopscope.isolation import recorded_bytes
 from loopscope.isolation.tripwire import Audit
-from torch import nn
+from loopscope.state import digest_of
+from torch import Tensor, nn
 
 from tests.support import Case, build
 from tests.support.misbehaving_hooks import MUTATIONS, Scene, train_one_step
@@ -74,6 +76,24 @@ def test_audit_detects_replaced_lookalike_objects(replacement):
 
 def act():
     return 1
+
+
+def test_tensors_of_a_device_are_summed_there(monkeypatch):
+    """The host digests values that are no tensors only, and the audit detects changes of bytes and of their meaning."""
+    on_host = []
+    monkeypatch.setattr(recorded_bytes, "has_device_sums", lambda leaf: isinstance(leaf, Tensor))
+    monkeypatch.setattr(recorded_bytes, "digest_of", lambda leaf: on_host.append(leaf) or digest_of(leaf))
+    scene, audit = audited()
+    audit.check("The caller")
+    assert on_host
+    assert not any(isinstance(leaf, Tensor) for leaf in on_host)
+    variance = scene.model[1].running_var
+    for change in (variance.data.view(torch.int32), variance.data[None], variance.data + 0.5):
+        variance.data, original = change, variance.data
+        with pytest.raises(StateMutationError, match=r"changed the training state: buffers/1.running_var\."):
+            audit.check("The caller")
+        variance.data = original
+    audit.check("The caller")
 
 
 def test_unreadable_state_counts_as_changed():
