@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,8 +87,8 @@ def as_defined(loader: Loader, kind: type[Loader]) -> bool:
     return type(loader).batches is kind.batches or type(loader).row_indices is not kind.row_indices
 
 
-PIECES = 256
-"""Number of batches for which an order is split at once: faster than one by one, and quicker to start than all."""
+PIECE = 256
+"""Number of batches whose indices are split and copied at once: faster than one by one, and starts sooner than all."""
 
 
 class TensorLoader(Loader):
@@ -115,14 +116,19 @@ class TensorLoader(Loader):
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield tuples of tensors with ``batch_size`` rows each."""
-        for index in self._pieces(self._checked_order(epoch), start):
-            yield tuple([tensor[index] for tensor in self._tensors])
+        devices = {tensor.device for tensor in self._tensors}
+        for piece in self._pieces(self._checked_order(epoch), start):
+            # Gathering by an index on the host would copy it for each tensor, and wait for the device every time.
+            indices = {device: self._split(piece.to(device)) for device in devices}
+            for batch in zip(*[indices[tensor.device] for tensor in self._tensors], strict=True):
+                yield tuple([tensor[index] for tensor, index in zip(self._tensors, batch, strict=True)])
 
     def row_indices(self, epoch: int, start: int = 0) -> Iterator[Tensor] | None:
         """Return the rows of each batch in the order of ``epoch``; ``None`` in a subclass with custom batches."""
         if not as_defined(self, TensorLoader):
             return None
-        return self._pieces(self._checked_order(epoch).to("cpu", torch.int64, copy=True), start)
+        order = self._checked_order(epoch).to("cpu", torch.int64, copy=True)
+        return chain.from_iterable(map(self._split, self._pieces(order, start)))
 
     def source_of_rows(self) -> SourceOfRows:
         """Return the tensors, or none in a subclass with custom batches."""
@@ -138,9 +144,13 @@ class TensorLoader(Loader):
         return order
 
     def _pieces(self, order: Tensor, start: int) -> Iterator[Tensor]:
-        for first in range(start * self._batch_size, len(order), PIECES * self._batch_size):
-            part = order[first : first + PIECES * self._batch_size]
-            yield from part.split(self._batch_size)  # type: ignore[no-untyped-call]
+        """Yield the order from batch ``start`` on, in pieces of many batches."""
+        size = PIECE * self._batch_size
+        for first in range(start * self._batch_size, len(order), size):
+            yield order[first : first + size]
+
+    def _split(self, piece: Tensor) -> tuple[Tensor, ...]:
+        return piece.split(self._batch_size)  # type: ignore[no-any-return, no-untyped-call]
 
     @property
     def copies(self) -> bool:

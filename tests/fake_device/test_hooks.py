@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from tests.contracts.test_hooks import COMMITTING, HEALTH, QUIET, fires, make
 from tests.fake_device.device import Synchronisations, count_synchronisations, on_fake_device
-from tests.support import Case, Run, SpyHook, at, differences, train
+from tests.support import Case, Run, SpyHook, at, build, differences, train
 from tests.support.cases import slow_unless
+from tests.support.models import STEPS_PER_EPOCH
 
 pytestmark = [pytest.mark.fake_device, pytest.mark.slow, pytest.mark.filterwarnings(f"ignore:{HEALTH}")]
 STEPS = 9
@@ -245,6 +246,16 @@ def test_loop_without_hooks_does_not_synchronise_in_dispatches():
         manager = counted(case, None)
         assert manager is not None
         assert manager.without_listeners == 0
+
+
+@on_fake_device
+def test_batches_copy_the_order_once():
+    """Gathering the rows of a batch copies nothing to the device."""
+    task, _ = build(CASES[0], device="fake")
+    with count_synchronisations() as count:
+        batches = list(task.loader.batches(0))
+    assert len(batches) == STEPS_PER_EPOCH
+    assert count.by_kind == {"copies to the device": 1}
 
 
 @on_fake_device

@@ -22,6 +22,7 @@ from loopscope.data import (
 )
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.state import RandomStreams
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -80,6 +81,31 @@ def test_loader_does_not_use_global_streams():
     list(tensor_loader().batches(0))
     list(tensor_loader().shuffled(5).batches(0))
     assert torch.equal(torch.get_rng_state(), original)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies between devices, and lists the device of every index with that of the indexed tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.indexed: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket is torch.ops.aten._to_copy
+        if function.overloadpacket is torch.ops.aten.index:
+            self.indexed.append((args[0].device.type, args[1][0].device.type))
+        return function(*args, **(kwargs or {}))
+
+
+def test_order_is_copied_to_each_device_once():
+    """Not the indices of each batch, since the host waits for every copy to a device."""
+    there = [torch.zeros(10, *shape, device="meta") for shape in ([], [2])]
+    with Copies() as copies:
+        batches = list(TensorLoader((there[0], NUMBERS, there[1]), 3, random_order(10, 3)).batches(0))
+    assert [[*map(len, batch)] for batch in batches] == [[3] * 3] * 3 + [[1] * 3]
+    assert copies.indexed == [("meta", "meta"), ("cpu", "cpu"), ("meta", "meta")] * 4
+    assert copies.count == 1
 
 
 @pytest.mark.guarantee("observers-change-nothing")
