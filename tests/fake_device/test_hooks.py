@@ -166,14 +166,15 @@ def counted(case: Case, hook: TrainingHook | None, steps: int = STEPS) -> Counti
 
 
 LIMITS = {
-    # Passes on other batches: each is copied to the device, and results decide what is measured next.
-    "counterfactual": 43,
-    "counterfactual_validator": 139,
+    # Passes on other batches: the order of each epoch is copied to the device, and results decide what follows.
+    "counterfactual": 28,
+    "counterfactual_validator": 99,
     "hessian": 77,
-    "lr_probe": 14,
-    "sharpness": 92,
-    "step_history": 4,
-    "what_if": 79,
+    "hypothesis_test": 9,
+    "lr_probe": 5,
+    "sharpness": 89,
+    "step_history": 3,
+    "what_if": 61,
     # Eigenvalues and singular values, for which CUDA waits: once per shape of matrices
     "batch_dynamics": 2,
     "matrix_updates": 4,
@@ -181,8 +182,10 @@ LIMITS = {
     "weight_tracking": 3,
     # Indices and factors that the host computes
     "attention": 9,
-    "fourier": 4,
+    "fourier": 3,
     "qk_clip": 3,
+    # Zero gradients decide which metrics there are, and the first three checks are delivered at once.
+    "training_checks": 2,
     # The first call copies tables or empty sums to the device; later ones synchronise once at most.
     "gradient_noise_scale": 2,
     "path_length": 3,

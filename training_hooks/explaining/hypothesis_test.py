@@ -121,19 +121,16 @@ class HypothesisTest(DebugInterventionHook):
             trials = Trials(model_ctx, batches, self.event - 1, self.usual_norm)
             has_rates = not any(math.isnan(group.lr) for group in run_ctx.optimizer_groups)
             possible = [item for item in self._hypotheses if has_rates or item.rate_factor == 1]
-            return self._measure(trials, batches, possible)
+            return self._measure(trials, possible)
 
-    def _measure(self, trials: "Trials", batches: "Batches", hypotheses: Sequence[Hypothesis]) -> Metrics:
+    def _measure(self, trials: "Trials", hypotheses: Sequence[Hypothesis]) -> Metrics:
         if not math.isfinite(trials.level):
             return {"level": trials.level, "scale": trials.scale, "rise": {}, "rows": []}
-        places = range(len(batches.orders))
-        rises = {UNCHANGED: [trials.rise(place, None) for place in places]}
+        rises = {UNCHANGED: trials.rises(None)}
         for hypothesis in hypotheses:
             is_idle = hypothesis.widens and not trials.has_low_precision
             # Without numbers of 16 bits, float32 changes nothing.
-            rises[hypothesis.name] = (
-                rises[UNCHANGED] if is_idle else [trials.rise(place, hypothesis) for place in places]
-            )
+            rises[hypothesis.name] = rises[UNCHANGED] if is_idle else trials.rises(hypothesis)
         return {"level": trials.level, "scale": trials.scale, "rise": rises, "rows": trials.left_out_rows}
 
 
@@ -199,7 +196,7 @@ class Trials:
         self.left_out_rows: list[int] = []
         self._replacement: list[Batch] = []
         # Losses at the same state, with the batches and the random numbers of each order: shape (orders, steps + 1).
-        self._references = [self._losses(place, None, frozen=True) for place in range(len(batches.orders))]
+        self._references = self._losses_of_all(None, frozen=True)
         usual = [loss for losses in self._references for index, loss in enumerate(losses) if index != event]
         self.level = sum(usual) / len(usual)
         self.scale = sum(map(abs, usual)) / len(usual) or 1.0
@@ -212,13 +209,16 @@ class Trials:
             self.model_ctx.compute_batch_loss(self._batches.fixed[0])
         return mode.converted_count > 0
 
-    def rise(self, place: int, hypothesis: Hypothesis | None) -> float:
-        """Return the mean rise of the loss in the branch at a place, with the change of a hypothesis.
+    def rises(self, hypothesis: Hypothesis | None) -> list[float]:
+        """Return the mean rise of the loss in each branch with the change of a hypothesis.
 
         It is the mean over the steps and the end, without the first step, whose loss precedes every update. With an
         event it is the mean over its step and the following ones: otherwise the fall of a healthy loss would hide it.
         """
-        losses, references = self._losses(place, hypothesis), list(self._references[place])
+        return [self._rise(place, losses, hypothesis) for place, losses in enumerate(self._losses_of_all(hypothesis))]
+
+    def _rise(self, place: int, losses: Sequence[float], hypothesis: Hypothesis | None) -> float:
+        references = list(self._references[place])
         if self._event >= 0:
             is_replaced = hypothesis is not None and hypothesis.replaces_rows and not self.left_out_rows
             # A batch that takes the place of the event counts from its loss before the branch.
@@ -230,7 +230,13 @@ class Trials:
         limited = [min(value, highest) if math.isfinite(value) else highest for value in rises]
         return sum(limited) / len(limited)
 
-    def _losses(self, place: int, hypothesis: Hypothesis | None, *, frozen: bool = False) -> list[float]:
+    def _losses_of_all(self, hypothesis: Hypothesis | None, *, frozen: bool = False) -> list[list[float]]:
+        """Return the losses of all branches with the change of a hypothesis, after one transfer to the host."""
+        places = range(len(self._batches.orders))
+        losses = torch.stack([self._losses(place, hypothesis, frozen=frozen) for place in places])
+        return losses.tolist()  # type: ignore[no-any-return]
+
+    def _losses(self, place: int, hypothesis: Hypothesis | None, *, frozen: bool = False) -> Tensor:
         """Return the loss of each step of a branch, before its update, and the mean of the fixed batches at its end.
 
         In a ``frozen`` branch the parameters are restored after every step.
@@ -254,8 +260,7 @@ class Trials:
                 overwrite(parameters, start)
             with within():
                 last = [model_ctx.compute_batch_loss(batch).double() for batch in self._batches.fixed]
-        values: list[float] = torch.stack([*losses, torch.stack(last).mean()]).tolist()
-        return values
+        return torch.stack([*losses, torch.stack(last).mean()])
 
     def _step_options(self, hypothesis: Hypothesis | None) -> dict[str, Any]:
         """Return the options of ``take_step``."""
