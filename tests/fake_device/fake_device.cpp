@@ -377,6 +377,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("resize_", resize_);
   library.impl("set_.source_Storage_storage_offset", set_storage);
   library.impl("set_.source_Storage", set_whole_storage);
+  // Without these two, torch would compose layer normalisation of other operations, with other roundings.
+  library.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
+  library.impl("native_layer_norm_backward", torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
   library.impl("native_dropout", native_dropout);
   library.impl("native_dropout_backward", native_dropout_backward);
 }

@@ -69,7 +69,7 @@ def test_training_step_has_the_bytes_of_the_cpu():
     results = []
     for device in ("cpu", "fake"):
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2)).to(device)
+        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.5), nn.Linear(8, 2)).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         torch.manual_seed(2)
         model(torch.ones(3, 4, device=device)).square().sum().backward()
