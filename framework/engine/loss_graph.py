@@ -239,6 +239,7 @@ def _target_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
         return {}
     counted = targets[targets != _ignore_index(nodes, names)]
     return {
+        "target_count": counted.numel(),
         "first_targets": tuple(targets.flatten()[:FIRST_TARGETS].tolist()),
         "ignored_fraction": 1 - counted.numel() / targets.numel(),
         "target_classes": len(torch.unique(counted[:MOST_TARGETS])),

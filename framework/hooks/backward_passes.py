@@ -27,6 +27,8 @@ class BackwardPass(NamedTuple):
     """Share of the targets of the cross-entropy that it leaves out; ``None`` if it is unknown, as on accelerators."""
     target_classes: int | None = None
     """Number of different targets of the cross-entropy among the others; ``None`` if it is unknown."""
+    target_count: int | None = None
+    """Number of targets of the cross-entropy that it does not leave out; ``None`` if it is unknown."""
     first_targets: tuple[int, ...] = ()
     """The first targets of the cross-entropy, at most 64; empty if they are unknown."""
     is_doubly_normalised: bool = False

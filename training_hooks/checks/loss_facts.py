@@ -64,10 +64,22 @@ def reduces_targets_alike(one: BackwardPass) -> bool:
 def averages(passes: Sequence[BackwardPass]) -> bool:
     """Return whether a step of several micro-batches averages their losses.
 
-    That is the case if their weights 1/divisor add up to 1, or if a number of tokens divides them.
+    That is the case if their weights add up to 1, or if a number of tokens divides them. The weight of a mean is
+    1/divisor, that of a sum the number of its targets over the divisor.
+
+    >>> averages([BackwardPass(reduction="sum", divisor=30, target_count=count) for count in (10, 20)])
+    True
     """
     if len(passes) == 1:
         return False
     if all(one.is_divided_by_tensor for one in passes):
         return True
-    return abs(sum(1 / one.divisor for one in passes) - 1) <= TOLERANCE
+    sums = [one for one in passes if one.reduction == "sum"]
+    if sums and all(one.target_count is None and one.divisor > len(passes) for one in sums):
+        return True  # the divisor is probably the number of elements of the step
+    return abs(sum(_weight(one) for one in passes) - 1) <= TOLERANCE
+
+
+def _weight(one: BackwardPass) -> float:
+    """Return the factor of a loss's mean over its targets in the gradient of the step."""
+    return (one.target_count or 1 if one.reduction == "sum" else 1) / one.divisor

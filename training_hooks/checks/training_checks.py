@@ -99,8 +99,8 @@ class TrainingChecks(TrainingHook):
         doubly_normalised | 1 if a log-softmax gets the output of a softmax, or a BCE with logits that of a sigmoid
             | {0, 1} | 1: the loss expects logits, remove the normalisation of the model.
         micro_batches | number of backward passes of the step | 1, 2, 3, … | Should be the intended accumulation.
-        averages_micro_batches | 1 if the step has several micro-batches whose weights 1/divisor add up to 1 ± 0.1, or
-            that are divided by a tensor, else 0 | {0, 1}
+        averages_micro_batches | 1 if the step has several micro-batches whose weights add up to 1 ± 0.1, or that are
+            divided by a tensor, else 0; the weight of a mean is 1/divisor, that of a sum its targets/divisor | {0, 1}
             | 0 with several micro-batches: their gradients add up, as with a larger learning rate.
         loss_is_broadcast | 1 if the loss compares N outputs with N targets in N · N pairs, else 0 | {0, 1}
             | 1: outputs of shape (N, 1) meet targets of shape (N,), so that each output is compared with all targets.

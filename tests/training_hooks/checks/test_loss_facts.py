@@ -44,6 +44,26 @@ def test_tokens_average_micro_batches() -> None:
     assert not averages([BackwardPass(is_divided_by_tensor=True), BackwardPass()])
 
 
+@pytest.mark.parametrize(
+    ("counts", "divisors", "expected"),
+    [
+        ([10, 20], [30, 30], True),
+        ([10, 20], [10, 20], False),
+        ([10, 20], [20, 40], True),
+        ([10, 20], [1, 1], False),
+        ([None, None], [30, 30], True),
+        ([None, None], [1, 1], False),
+    ],
+    ids=["tokens of the step", "own tokens", "own tokens twice", "no division", "unknown tokens", "unknown sums"],
+)
+def test_sums_are_weighted_by_targets(counts: list[int | None], divisors: list[float], expected: bool) -> None:
+    passes = [
+        BackwardPass(reduction="sum", divisor=divisor, target_count=count)
+        for count, divisor in zip(counts, divisors, strict=True)
+    ]
+    assert averages(passes) is expected
+
+
 def test_facts_of_a_cross_entropy() -> None:
     facts = loss_facts([BackwardPass(reduction="mean", class_count=10, divisor=2.0)] * 2)
     assert facts["uniform_loss"] == math.log(10)
