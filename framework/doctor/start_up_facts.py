@@ -185,7 +185,11 @@ def _modes(model: nn.Module) -> dict[str, Any]:
             name for name, item in norms.items() if not item.training and _is_trained(item)
         ),
         "batchnorms_never_trained": _names(
-            name for name, item in norms.items() if not item.training and _has_initial_statistics(item)
+            name
+            for name, item in norms.items()
+            if not item.training
+            and _has_initial_statistics(item)
+            and _is_trained(modules[name.rpartition(".")[0]])  # in a frozen part nothing is trained
         ),
         "batchnorms_without_updates": _names(
             name for name, item in norms.items() if item.track_running_stats and item.momentum == 0

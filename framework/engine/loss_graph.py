@@ -86,6 +86,7 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
         ignore_index=_ignore_index(nodes, names),
         **_target_facts(nodes, names),
         is_doubly_normalised=_is_doubly_normalised(names),
+        has_other_terms=_has_other_terms(nodes, names),
         is_rectified=_is_rectified(names),
         is_normalised_over_rows=_is_normalised_over_rows(nodes, names),
         is_broadcast=_is_broadcast(nodes, names),
@@ -256,6 +257,19 @@ def _is_doubly_normalised(names: list[str]) -> bool:
     pairs = {"LogSoftmax": "Softmax", "BinaryCrossEntropyWithLogits": "Sigmoid"}
     remaining = [name for name in names if name not in VIEWS]
     return any(pairs.get(outer) == inner for outer, inner in pairwise(remaining))
+
+
+def _has_other_terms(nodes: list[Any], names: list[str]) -> bool:
+    """Return whether a cross-entropy is added to terms that do not depend on its log-softmax.
+
+    The terms of label smoothing depend on it.
+    """
+    if "LogSoftmax" not in names:
+        return False
+    position = names.index("LogSoftmax")
+    softmax, path = nodes[position], nodes[: position + 1]
+    others = [term for node in path[:-1] for term in _inputs(node) if term not in path]
+    return any(softmax not in _visited(term) for term in others)
 
 
 def _is_rectified(names: list[str]) -> bool:

@@ -33,6 +33,8 @@ class BackwardPass(NamedTuple):
     """The first targets of the cross-entropy, at most 64; empty if they are unknown."""
     is_doubly_normalised: bool = False
     """Whether a log-softmax is applied to probabilities of a softmax, or a BCE with logits to those of a sigmoid."""
+    has_other_terms: bool = False
+    """Whether a cross-entropy is only one of several terms of the loss."""
     is_rectified: bool = False
     """Whether a ReLU is applied to the logits of the loss."""
     is_normalised_over_rows: bool = False

@@ -22,7 +22,8 @@ def loss_facts(passes: Sequence[BackwardPass], rows: int = 0) -> dict[str, float
     if not passes:
         return {}
     classes = max(one.class_count for one in passes)
-    uniform = {"uniform_loss": math.log(classes)} if classes else {}
+    is_alone = classes > 0 and all(one.class_count == classes and not one.has_other_terms for one in passes)
+    uniform = {"uniform_loss": math.log(classes)} if is_alone else {}
     return {
         "micro_batches": len(passes),
         "loss_is_summed": int(any(is_summed(one, len(passes), rows) for one in passes)),

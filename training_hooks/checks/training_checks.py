@@ -117,7 +117,7 @@ class TrainingChecks(TrainingHook):
         normalised_over_rows | 1 if the log-softmax of a cross-entropy runs over the rows of the batch, else 0 | {0, 1}
             | 1: the argument dim of the softmax is wrong.
         class_count | C, the number of classes of a cross-entropy, else 0 | 0, 1, 2, … | Should be that of the data.
-        uniform_loss | ln C; reported for a cross-entropy | [0, ∞)
+        uniform_loss | ln C; reported for a cross-entropy without further terms | [0, ∞)
             | The loss of equal probabilities, which the first losses should be near. Much larger first losses: the
             initialisation of the output layer. A loss that stays there: nothing is learned.
         input_mean | mean of the elements of x; reported for floating-point inputs | (−∞, ∞)

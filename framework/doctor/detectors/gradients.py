@@ -54,8 +54,10 @@ class WithoutGradient(Detector):
             return
         count = int(missing.first if is_early else never.last)
         share = count / trainable
+        # The bias of an output cancels in losses of differences, such as those of pairs and of Wasserstein critics.
+        is_bias = len(names) == count == 1 and names[0].endswith("bias") and missing.last == 0
         yield self.finding(
-            "critical" if share > 0.5 else "warning",
+            "info" if is_bias else "critical" if share > 0.5 else "warning",
             1,
             f"{count} of {trainable} trainable parameters get no gradient, so they are not trained: "
             f"{_named(names, count)}.",
@@ -177,6 +179,7 @@ class ExplodingGradients(Detector):
         "Clip the gradient norm, lower the learning rate, or use a smaller initialisation."
     )
     source = "Pascanu et al., arXiv 1211.5063"
+    applies_to = "every optimizer but LBFGS, whose line search accepts gradients of any size"
     thresholds = {
         "first": Threshold(1e4, "usual first gradients of a mean loss have a norm of 0.1 to 100"),
         "growth": Threshold(100.0, "healthy gradients change by a factor of 10 over a training"),
@@ -199,6 +202,8 @@ class ExplodingGradients(Detector):
         """Return a finding for a lasting growth, or for repeated extreme steps."""
         norms = gradient_norms(history)
         values = norms.values[np.isfinite(norms.values)]
+        if any(group.get("optimizer") == "LBFGS" for group in history.facts.get("groups", ())):
+            return
         if len(values) < 20 and not self._is_huge_at_once(history):
             return
         first, last, usual = start_level(norms, 10), end_level(norms), median_of(values)

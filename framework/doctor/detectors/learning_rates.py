@@ -197,7 +197,8 @@ class LearningRateZero(Detector):
     source = "torch.optim.lr_scheduler documentation"
     thresholds = {
         "steps": Threshold(5, "a warm-up may start at 0 for one step"),
-        "share": Threshold(0.1, "schedules may end at 0 in the last steps"),
+        "share": Threshold(0.1, "of the training, at its start"),
+        "share_at_end": Threshold(0.25, "of the training; schedules may end at 0 for a while"),
     }
     needs = ("training_metrics",)
     explains = frozenset(
@@ -218,7 +219,8 @@ class LearningRateZero(Detector):
             first = int(curve.steps[positive[-1] + 1]) if len(positive) else int(curve.steps[0])
             end = history.step + 1
         duration, total = end - first, max(history.planned_steps or 0, history.step)
-        if duration < self.limit("steps") or duration < self.limit("share") * total:
+        share = self.limit("share_at_end" if len(positive) and not is_over else "share")
+        if duration < self.limit("steps") or duration < share * total:
             return
         yield self.finding(
             "warning" if is_over else "critical",

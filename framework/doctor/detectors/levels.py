@@ -49,8 +49,8 @@ def falls_short(history: History, share: float) -> bool:
 
 def uniform_loss(history: History) -> float:
     """Return ln(C) of a cross-entropy over C classes, the loss of equal probabilities; NaN for other losses."""
-    classes = history.last("training_checks/class_count")
-    return math.log(classes) if classes > 1 else math.nan
+    loss = history.last("training_checks/uniform_loss")
+    return loss if loss > 0 else math.nan
 
 
 def update_ratios(history: History) -> Curve:

@@ -22,6 +22,7 @@ def healthy_history(steps: int = 200) -> History:
     losses = [0.1 + 2.2 * float(np.exp(-step / 40)) for step in at]
     history.add(steps, {"training_checks/loss": Series(at, losses), "training_checks/grad_norm": Series(at, losses)})
     history.add(steps, {"training_checks/lr": Series(at, [1e-3] * steps), "training_checks/class_count": 10})
+    history.add(steps, {"training_checks/uniform_loss": float(np.log(10))})
     history.add(steps, {"training_checks/update_ratio": Series([1, 2, 3], [0.02, 0.015, 0.01])})
     return history
 

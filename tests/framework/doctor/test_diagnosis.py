@@ -267,3 +267,54 @@ def test_dropout_of_nearly_all_inputs_is_found(probability: float, expected: boo
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(probability))
     facts = start_facts(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
     assert ("dropout-too-strong" in {finding.id for finding in diagnose(History(facts)).findings}) is expected
+
+
+def severities(history: History) -> dict[str, str]:
+    return {finding.id: finding.severity for finding in diagnose(history).findings}
+
+
+@pytest.mark.parametrize(
+    ("names", "missing", "severity"),
+    [(["out.bias"], 0, "info"), (["out.bias"], 1, "warning"), (["out.weight"], 0, "warning")],
+    ids=["cancelled bias", "bias that is not used", "weight"],
+)
+def test_one_bias_may_have_no_effect(names: list[str], missing: int, severity: str) -> None:
+    """Losses of differences have no gradient for the bias of the output."""
+    history = History({"trainable": 8})
+    for step in (1, 2, 3, 5):
+        counts = {"without_gradient_count": missing, "never_gradient_count": len(names)}
+        history.add(step, {f"training_checks/{name}": value for name, value in counts.items()})
+        history.add(step, {f"training_checks/never_gradient/{name}": step for name in names})
+    assert severities(history)["parameters-without-gradient"] == severity
+
+
+@pytest.mark.parametrize(
+    ("rates", "severity"),
+    [
+        ([0.1] * 85 + [0.0] * 15, None),
+        ([0.1] * 60 + [0.0] * 40, "critical"),
+        ([0.0] * 30 + [0.1] * 70, "warning"),
+        ([0.0] * 2 + [0.1] * 98, None),
+    ],
+    ids=["end of a schedule", "early end", "first epoch", "start of a warm-up"],
+)
+def test_rate_of_zero_counts_by_its_length(rates: list[float], severity: str | None) -> None:
+    history = History()
+    history.add(100, {"training_metrics/lr": Series(list(range(1, 101)), rates)})
+    assert severities(history).get("learning-rate-zero") == severity
+
+
+@pytest.mark.parametrize(("optimizer", "expected"), [("SGD", True), ("LBFGS", False)])
+def test_gradients_of_line_searches_may_jump(optimizer: str, expected: bool) -> None:
+    history = History({"groups": [{"optimizer": optimizer, "lr": 0.1}]})
+    norms = [1.0 if step % 20 else 1e5 for step in range(1, 101)]
+    history.add(100, {"training_checks/grad_norm": Series(list(range(1, 101)), norms)})
+    assert ("exploding-gradients" in severities(history)) is expected
+
+
+def test_frozen_parts_may_have_untrained_statistics() -> None:
+    """A backbone that is frozen completely is not expected to learn statistics."""
+    backbone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval().requires_grad_(False)
+    model = nn.Sequential(backbone, nn.Linear(4, 2))
+    facts = start_facts(model, [torch.optim.SGD(model[1].parameters(), lr=0.1)])
+    assert not facts["batchnorms_never_trained"]["count"]

@@ -248,3 +248,20 @@ def test_relu_on_logits_is_found(compute: Callable[[], Tensor], expected: bool) 
 def test_first_targets_are_those_of_the_loss() -> None:
     assert describe_loss(cross_entropy()).first_targets == tuple(TARGETS.tolist())
     assert describe_loss(logits().square().sum()).first_targets == ()
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        (cross_entropy, False),
+        (lambda: cross_entropy(label_smoothing=0.1), False),
+        (lambda: cross_entropy() / 4, False),
+        (lambda: cross_entropy() + WEIGHTS.square().mean(), True),
+        (lambda: cross_entropy() + 0.1 * F.mse_loss(logits(), torch.zeros(ROWS, CLASSES)), True),
+        (lambda: cross_entropy() - F.kl_div(F.log_softmax(logits() / 4, -1), torch.ones(ROWS, CLASSES)), True),
+        (lambda: logits().square().sum() + logits().mean(), False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:reduction")
+def test_further_terms_of_a_loss_are_found(compute: Callable[[], Tensor], expected: bool) -> None:
+    assert describe_loss(compute()).has_other_terms is expected
