@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.fake_device,
     pytest.mark.slow,
     pytest.mark.trainer,
-    pytest.mark.filterwarnings(f"ignore:{HEALTH}"),
+    pytest.mark.filterwarnings(f"ignore:{HEALTH}", "ignore:Detected call of `lr_scheduler:UserWarning"),
 ]
 DEVICE = "fake:0"
 
