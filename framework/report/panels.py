@@ -83,7 +83,8 @@ class Picture:
 def matcher(patterns: str | Sequence[str]) -> Callable[[str], bool]:
     """Return a function that selects metrics by full name or by pattern.
 
-    ``*``, ``?`` and ``[...]`` do not match slashes, ``**`` does, and ``**/`` also matches an empty text.
+    ``*``, ``?`` and ``[...]`` do not match slashes, ``**`` does, and ``**/`` also matches an empty text. ``*`` alone
+    matches every name.
 
     >>> [name for name in ("a/x", "a/b/x", "x", "a[0]") if matcher(["*/x", "a[0]"])(name)]
     ['a/x', 'a[0]']
@@ -97,6 +98,8 @@ def matcher(patterns: str | Sequence[str]) -> Callable[[str], bool]:
 
 def _expression(pattern: str) -> str:
     """Convert a pattern to a regular expression, with brackets like in :mod:`fnmatch`."""
+    if pattern == "*":  # every metric has a slash in its name, so that * would match none
+        return ".*"
     texts = re.split(r"((?<![^/])\*\*/|\*\*?|\?|\[!?\]?[^\]]*\])", pattern)
     texts[::2] = map(re.escape, texts[::2])
     stars = {"*": "[^/]*", "**": ".*", "**/": "(?:.*/)?"}

@@ -298,8 +298,8 @@ def test_provenance_plot_reports_missing_clip(tmp_path, monkeypatch, capfd):
         (["headless", "--metrics", "a"], "There is nothing to draw: headless has no metrics yet."),
         (["run/exp/only", "--metrics", "los"], "No metric matches 'los'; the nearest is m/loss."),
         (
-            ["run/exp/only", "--metrics", "*"],
-            "No metric matches '*'; * does not match slashes, ** does: '**' matches m/",
+            ["run/exp/only", "--metrics", "?*"],
+            "No metric matches '?*'; * does not match slashes, ** does: '?**' matches m/",
         ),
         (["run/exp/only", "--metrics", "l*"], "** does: '**/l*' matches m/loss."),
         (["run/exp/only", "--metrics", "l[o"], "No metric matches 'l[o'; the nearest is m/loss."),

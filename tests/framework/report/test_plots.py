@@ -77,6 +77,8 @@ def test_csv_record_gives_same_curves_as_jsonl(finished, tmp_path):
         ("norms/*", ["norms/total"]),
         ("norms/**", ["norms/total", "norms/grad/a.weight", "norms/grad/a[0]"]),
         ("**", ["norms/total", "norms/grad/a.weight", "norms/grad/a[0]", "m/loss"]),
+        ("*", ["norms/total", "norms/grad/a.weight", "norms/grad/a[0]", "m/loss"]),
+        ("*s", []),
         ("**/loss", ["m/loss"]),
         ("norms/**/a.weight", ["norms/grad/a.weight"]),
         ("norms/**/total", ["norms/total"]),
