@@ -22,7 +22,7 @@ from ..doctor import finding_lines
 from ..errors import UsageError, counted
 from ..hooks import always_on
 from ..report import FoundRun, find_runs, inspect_run
-from ..runs import RunRecord, require, run_folders
+from ..runs import ATTACHED_RUNS, ExperimentConfig, RunRecord, require, run_folders
 from .output import Output, add_output_options
 from .parser import NAMES, CommandParser, line_width
 from .run_content import changed_options, diagnosis_of, run_content, shown_content
@@ -31,13 +31,16 @@ WIDE = 100  # columns of a terminal that shows full dates, and the longest line 
 LARGEST_FAMILY = 3  # a family with more metrics than this is shown in one line
 MOST_LINES = 40  # lines of show, unless --all is given
 MOST_FINDINGS = 3
+DEFAULT_FOLDERS = (str(ExperimentConfig.output_dir), ATTACHED_RUNS)
+"""Folders of the runs of experiments, and of attached runs without ``out=``, in the current folder."""
 CUT = ("metrics", "hooks_left_out", "hooks", "options", "findings", "runs")  # fields of show's JSON that may be cut
 
 
 def ls_parser() -> CommandParser:
     """Build the parser of ``loopscope ls``."""
     parser = CommandParser("ls [FOLDER]", "List the runs in FOLDER and its subfolders, one per line.")
-    parser.add_argument("FOLDER", nargs="*", default=["output"], help="the folder to search (default: output)")
+    folders = " and ".join(DEFAULT_FOLDERS)
+    parser.add_argument("FOLDER", nargs="*", default=[], help=f"the folder to search (default: {folders})")
     add_output_options(parser, json_text="write one JSON object, the newest run first")
     return parser
 
@@ -47,8 +50,8 @@ def ls(words: Sequence[str]) -> None:
     parser = ls_parser()
     given = parser.defaults | parser.parse(words)
     folders = given["FOLDER"]
-    require(len(folders) == 1, f"loopscope ls takes one folder, but got {len(folders)}: {', '.join(folders)}.")
-    runs, width = runs_in(Path(folders[0])), line_width()
+    require(len(folders) <= 1, f"loopscope ls takes one folder, but got {len(folders)}: {', '.join(folders)}.")
+    runs, width = runs_in(Path(folders[0])) if folders else runs_by_default(), line_width()
     newest_first = sorted(runs, key=lambda run: -run.began)
     content = {"count": len(runs), "runs": [run_content(run) for run in newest_first]} if given["json"] else {}
 
@@ -62,7 +65,15 @@ def runs_in(folder: Path) -> list[FoundRun]:
     """Return the runs in a folder and its subfolders; raises :class:`UsageError` if there are no runs."""
     runs = find_runs(folder) if folder.is_dir() else []
     problem = "has no runs" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
-    require(bool(runs), f"{folder} {problem}; loopscope ls FOLDER lists the runs in FOLDER (default: output).")
+    require(bool(runs), f"{folder} {problem}; loopscope ls FOLDER lists the runs in FOLDER.")
+    return runs
+
+
+def runs_by_default() -> list[FoundRun]:
+    """Return the runs in the default folders of experiments and attached runs; raises :class:`UsageError` for none."""
+    runs = [run for name in DEFAULT_FOLDERS if Path(name).is_dir() for run in find_runs(Path(name))]
+    folders = " and ".join(DEFAULT_FOLDERS)
+    require(bool(runs), f"There are no runs in {folders}; loopscope ls FOLDER lists the runs in another folder.")
     return runs
 
 

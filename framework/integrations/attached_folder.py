@@ -5,11 +5,8 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from ..runs import RunFolder
+from ..runs import ATTACHED_RUNS, RunFolder
 from ..training import Ranks
-
-RUNS = "loopscope-runs"
-"""Default folder of runs; its name is no Python identifier, so that it cannot be imported by mistake."""
 
 
 class FolderChoice:
@@ -24,7 +21,7 @@ class FolderChoice:
         # All paths are absolute, so that a script that changes the working directory keeps its folder.
         self._trained_in = trained_in
         self._is_given = out is not None
-        self._parent = (trained_in or Path()).absolute() / RUNS
+        self._parent = (trained_in or Path()).absolute() / ATTACHED_RUNS
         self.folder = self._at(Path(out).absolute() if out is not None else next(_free_folders(self._parent)))
 
     def _at(self, path: Path) -> RunFolder:

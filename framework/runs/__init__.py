@@ -12,7 +12,7 @@ from .records import (
 )
 from .reference import load_reference
 from .replay import Record, RecordSink, ReplaySink, forward_emits, record_of
-from .run_folder import EXPLANATION, REWINDS, RunFolder
+from .run_folder import ATTACHED_RUNS, EXPLANATION, REWINDS, RunFolder
 from .runner import ExperimentRunner, OptionsByHook
 from .run import Display, Run, attempt, create_manager
 from .run_history import history_without_metrics, read_alerts, read_history
@@ -22,6 +22,7 @@ from .validation import DivergedError, Stretch
 
 __all__ = [
     "ATTACHED",
+    "ATTACHED_RUNS",
     "CONFIG",
     "EXPLANATION",
     "INCOMPLETE",

@@ -19,6 +19,8 @@ from ..hooks import HookRegistry, SinkRegistry
 from ..tensors import unsharded
 from .records import CONFIG, SUMMARY, TRAINED, RunRecord, read_completed, read_status, seed_name
 
+ATTACHED_RUNS = "loopscope-runs"
+"""Default folder of attached runs; its name is no Python identifier, so that it cannot be imported by mistake."""
 CHECKPOINTS = "checkpoints"
 REWINDS = "rewinds"
 """The folder of rewinds: steps that were trained again."""

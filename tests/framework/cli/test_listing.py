@@ -70,6 +70,18 @@ def test_ls_lists_every_run(runs: Path, capsys) -> None:
     ]
 
 
+def test_ls_without_folder_lists_attached_runs(runs: Path, capsys) -> None:
+    """Without a folder the runs in ``output`` and in ``loopscope-runs`` are listed, or a sentence names both."""
+    shutil.copytree(runs / "small/plain", "loopscope-runs/run_0")
+    names = [line.split()[0] for line in output_lines(capsys, "ls")[1:]]
+    assert names == [*(line.split()[0] for line in output_lines(capsys, "ls", "output")[1:]), "loopscope-runs/run_0"]
+    shutil.rmtree(runs)
+    assert [line.split()[0] for line in output_lines(capsys, "ls")[1:]] == ["loopscope-runs/run_0"]
+    shutil.rmtree("loopscope-runs")
+    assert main(["ls"]) == 2
+    assert "There are no runs in output and loopscope-runs" in capsys.readouterr().err
+
+
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("columns", [20, 80, 120])
 def test_lines_fit_and_pipe_has_full_names(runs: Path, columns: int, capsys, monkeypatch) -> None:
@@ -198,7 +210,7 @@ def test_runs_are_found_at_any_depth(runs: Path, tmp_path: Path, capsys, monkeyp
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["ls", "empty"], "empty has no runs; loopscope ls FOLDER lists the runs in FOLDER (default: output)."),
+        (["ls", "empty"], "empty has no runs; loopscope ls FOLDER lists the runs in FOLDER."),
         (["ls", "nowhere"], "nowhere does not exist"),
         (["ls", "a_file"], "a_file is not a folder"),
         (["ls", "empty", "nowhere"], "loopscope ls takes one folder, but got 2: empty, nowhere."),
