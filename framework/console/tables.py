@@ -68,7 +68,10 @@ def final_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
 
 def result_line(summary: Mapping[str, Any]) -> Text:
     """Return the line with the result of a strategy."""
-    numbers = "".join(f", {name} {number_text(value)}" for name, value in final_numbers(summary).items())
+    numbers = "".join(
+        f", {name} {number_text(value)}{_mean_text(summary) if name == 'loss' else ''}"
+        for name, value in final_numbers(summary).items()
+    )
     reached, ending = summary["target_reached"], summary["status"]
     lost = lost_rows_text(summary)
     if ending in TRAINED:
@@ -80,6 +83,12 @@ def result_line(summary: Mapping[str, Any]) -> Text:
         f"{duration_text(summary['seconds']['training'])}{numbers}",
         (f"; {lost}" if lost else "", "bold red"),
     )
+
+
+def _mean_text(summary: Mapping[str, Any]) -> str:
+    """Return over which steps the training loss is a mean, or an empty text for a summary of an earlier version."""
+    over = summary.get("training_loss_over")
+    return f" (mean of the {over})" if over and summary["training_loss"] is not None else ""
 
 
 def lost_rows_text(summary: Mapping[str, Any]) -> str:

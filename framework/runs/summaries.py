@@ -45,6 +45,7 @@ def build_summary(
         "steps_per_second": loop.step / seconds["training"] if seconds["training"] else None,
         "model": model_size(task.model),
         "training_loss": loop.epoch_loss,
+        "training_loss_over": "epoch" if manager.counts_epochs else "interval",
         "initial": dict(initial),
         "final": dict(final),
         "deltas": deltas(initial, final),

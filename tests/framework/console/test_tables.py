@@ -1,6 +1,9 @@
 import io
+import json
 
+import loopscope
 import pytest
+import torch
 from loopscope import (
     experiments,  # noqa: F401 - fills the registry
     training_hooks,  # noqa: F401 - fills the registry
@@ -15,6 +18,7 @@ from loopscope.console.tables import (
     hook_page,
     hook_table,
     points_text,
+    result_line,
 )
 from loopscope.hooks import (
     ExperimentRegistry,
@@ -27,6 +31,7 @@ from loopscope.hooks import (
 )
 from rich.cells import cell_len
 from rich.console import Console
+from torch import nn
 
 from tests.framework.runs.small_experiment import session
 
@@ -197,3 +202,20 @@ def test_late_column_keeps_its_position() -> None:
     """A column of later rows keeps its position in those rows."""
     rows = [{"strategy": "a", "time": "1"}, {"strategy": "b", "gap": "0.5", "time": "2"}]
     assert rendered(comparison_table(rows)).splitlines()[1].split() == ["strategy", "gap", "time"]
+
+
+@pytest.mark.parametrize(("loop", "over"), [("epoch", "epoch"), ("step", "interval")])
+def test_final_loss_is_marked_as_mean(loop, over, tmp_path):
+    """The line names the steps of the mean; a summary of an earlier version has no mark."""
+    model = nn.Linear(4, 1)
+    optimizer, options = torch.optim.SGD(model.parameters(), 0.1), {"length": 2, "display": "none"}
+    with loopscope.attach(model, optimizer, hooks=["norms"], out=tmp_path / "run", loop=loop, **options) as scope:
+        for batch in scope.batches(torch.ones(2, 3, 4)):
+            scope.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    loss = f"{summary['training_loss']:.4g}"
+    assert result_line(summary).plain.endswith(f", loss {loss} (mean of the {over})")
+    del summary["training_loss_over"]
+    assert result_line(summary).plain.endswith(f", loss {loss}")
