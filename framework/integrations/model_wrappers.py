@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..combined_optimizers import optimizer_name
 from ..data import Batch
-from ..errors import UsageError, listed, notice, require
+from ..errors import UsageError, require
 from ..training import Ranks
 from .attach_options import Loss
 
@@ -119,7 +119,10 @@ def find_ranks(model: nn.Module, replica: DistributedDataParallel | None) -> Ran
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Raise :class:`UsageError` if the optimizer trains no parameter of the model; report parameters that it omits."""
+    """Raise :class:`UsageError` if the optimizer trains no parameter of the model.
+
+    The doctor reports parameters that it omits.
+    """
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     name, kind = optimizer_name(optimizer), type(model).__name__
     require(
@@ -127,10 +130,3 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
         f"The optimizer ({name}) trains no parameter of the model ({kind}); give the model whose parameters the "
         "optimizer was created with.",
     )
-    trainable = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
-    if omitted := [key for key, parameter in trainable.items() if id(parameter) not in trained]:
-        notice(
-            f"The optimizer ({name}) does not train {len(omitted)} of the {len(trainable)} trainable parameters: "
-            f"{listed(omitted, 3)}. If another optimizer does, give all of them: attach(model, [first, second]); if "
-            "none should, set requires_grad to False."
-        )

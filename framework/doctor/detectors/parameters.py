@@ -47,7 +47,7 @@ class WithoutOptimizer(Detector):
             f"{missing['count']} of {history.facts['trainable']} trainable parameters are in no optimizer and keep "
             f"their initial values ({names_text(missing)}){reason}.",
             "Create the optimizer after the model is complete, from model.parameters(), or freeze these parameters "
-            "with requires_grad_(False).",
+            "with requires_grad_(False). If another optimizer trains them, give attach all optimizers in a list.",
             Evidence("facts/without_optimizer", missing["count"], 0, "0"),
             confidence=0.95,
         )

@@ -10,7 +10,7 @@ from typing import Any
 import loopscope
 import pytest
 import torch
-from loopscope.errors import RunNotice, UnsuitableError, UsageError
+from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -179,12 +179,20 @@ def test_adam_dynamics_measures_the_adam_part(tmp_path):
         next(iter(scope.batches([torch.randn(2, 8)])))
 
 
-def test_omitted_parameters_are_reported(tmp_path):
-    """An optimizer of a part of the model is reported at attach, with the names of the other parameters."""
+@pytest.mark.filterwarnings("always::loopscope.errors.RunNotice")
+def test_omitted_parameters_are_reported(tmp_path, capsys):
+    """An optimizer of a part of the model is reported once, with names of the other parameters."""
     model = network()
     first = muon_and_adamw(model)[0]
-    with pytest.warns(RunNotice, match=r"\(Muon\) does not train 4 of the 6 .*0.bias.*attach\(model, \[first"):
-        loopscope.attach(model, first, hooks=["norms"], out=tmp_path, **QUIET).close()
+    with loopscope.attach(model, first, hooks=["norms"], out=tmp_path, display="normal") as scope:
+        for batch in scope.batches([torch.randn(2, 8)]):
+            scope.backward(model(batch).square().mean())
+            first.step()
+        printed = capsys.readouterr()
+    text = " ".join((printed.out + printed.err).split())
+    assert text.count("0.bias") == 1
+    assert "warning: parameters-without-optimizer, step 0: 4 of 6 trainable parameters are in no optimizer" in text
+    assert "give attach all optimizers in a list" in text
 
 
 def test_frozen_parameters_are_not_reported(tmp_path):
