@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -46,6 +46,13 @@ WITH_FAST_PATH = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Modules that compute other bits in evaluations if they have a hook."""
 _OPEN: "dict[Path, AttachedLoop]" = {}
 """Loops of this process whose runs have started and are not closed, by folder."""
+
+
+def as_number(value: Any) -> float | None:
+    """Return a number or the element of a tensor with one element, ``None`` for other values."""
+    if isinstance(value, Tensor):
+        return None if value.numel() != 1 or value.is_complex() or value.is_meta else value.item()
+    return value if isinstance(value, (int, float)) else None
 
 
 def _has_no_open_step() -> bool:
@@ -82,6 +89,7 @@ class AttachedLoop:
         self._at_exit: Callable[[str], None] = self.end
         self.is_built = self.is_started = self.is_closed = self._has_ended_training = False
         self._has_noticed_draws = self._has_noticed_train_mode = False
+        self._has_noticed_unnamed = False
         self.settings: Mapping[str, Any] = {}
         """Further settings for the record, such as the arguments of a Trainer."""
         self._accumulate = 1
@@ -422,6 +430,26 @@ class AttachedLoop:
 
         with unchanged_replica(self.driver.task.replica):
             return manager.in_eval_mode("evaluation", run)
+
+    def record_result(self, result: Any) -> None:
+        """Record the named numbers that an evaluation of a custom loop returned.
+
+        Numbers without names, such as those of a pair of loss and accuracy, are reported, once per run.
+        """
+        if isinstance(result, Mapping):
+            numbers = {name: as_number(value) for name, value in result.items()}
+            named = {name: number for name, number in numbers.items() if number is not None}
+            if named and len(named) == len(numbers):
+                self.driver.record_evaluation(named)
+            has_numbers = bool(named) and len(named) < len(numbers)
+            problem = "values that are no numbers, so that none of its values is recorded"
+        else:
+            items = result if isinstance(result, (tuple, list)) else [result]
+            has_numbers = any(as_number(item) is not None for item in items if not isinstance(item, bool))
+            problem = "numbers without names, which are not recorded"
+        if has_numbers and self._ranks.is_main and not self._has_noticed_unnamed:
+            self._has_noticed_unnamed = True
+            notice(f'An evaluation returned {problem}: return only named numbers, such as {{"val_loss": 0.5}}.')
 
     @contextmanager
     def _noticed_train_mode(self) -> Iterator[None]:

@@ -176,14 +176,13 @@ class Scope(AttachedScope):
 
         It runs in eval mode, without gradients, on separate random streams; modes, buffers, generators and weights are
         restored. With ``attach(..., isolate_evaluation=False)`` it runs like a plain call, with all its side effects.
-        If it returns named numbers, hooks receive them as the newest evaluation. Ranks that train together all call
-        this, and their hooks receive the means.
+        If it returns a mapping of names to numbers, hooks receive them as the newest evaluation; numbers without names
+        are not recorded, which one notice reports. Ranks that train together all call this, and their hooks receive the
+        means.
         """
         self._require_open()
-        attached = self._attached
-        result = attached.evaluate(lambda: function(*inputs, **options))
-        if isinstance(result, Mapping) and result and all(isinstance(item, (int, float)) for item in result.values()):
-            attached.driver.record_evaluation(result)
+        result = self._attached.evaluate(lambda: function(*inputs, **options))
+        self._attached.record_result(result)
         return result
 
     def epoch_end(self, **metrics: float | Tensor) -> None:

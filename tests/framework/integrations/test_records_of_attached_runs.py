@@ -129,3 +129,31 @@ def test_show_names_end_and_active_hooks(tmp_path, capsys):
     assert ": ended after 1 epoch, 3 steps" in active
     assert "hessian" not in active
     assert "hessian" in left_out.partition(" metrics ")[0]
+
+
+@pytest.mark.filterwarnings("always::loopscope.errors.RunNotice")
+@pytest.mark.parametrize(
+    ("result", "recorded", "problem"),
+    [
+        ({"val_loss": torch.tensor(0.5), "val_acc": 1}, {"val_loss": 0.5, "val_acc": 1}, None),
+        ((torch.tensor(0.5), 0.9), {}, "numbers without names"),
+        (0.5, {}, "numbers without names"),
+        ({"val_loss": 0.5, "kind": "test"}, {}, "values that are no numbers"),
+        ((torch.ones(2), "text", None, True), {}, None),
+    ],
+    ids=["named", "pair", "number", "named with text", "no numbers"],
+)
+def test_unnamed_numbers_are_reported_once(result, recorded, problem, tmp_path, capsys):
+    """An evaluation at every step returns the result; the summary has the named numbers."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(model, optimizer, hooks=["norms"], out=tmp_path / "run", display="normal") as scope:
+        for x in scope.batches(torch.ones(2, 3, 2)):
+            scope.backward(model(x).square().mean())
+            optimizer.step()
+            assert scope.evaluate(lambda: result) is result
+    printed = capsys.readouterr()
+    text = " ".join((printed.out + printed.err).split())
+    assert text.count("An evaluation returned") == (problem is not None)
+    assert problem is None or f"An evaluation returned {problem}" in text
+    assert json.loads((tmp_path / "run/summary.json").read_text())["final"] == recorded
