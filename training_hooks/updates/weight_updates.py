@@ -59,7 +59,9 @@ class WeightUpdates(TrainingHook):
     with two dimensions or more whose norm is also at most 1e-4 times the largest one, or, at two checks in a row, if no
     gradient was ever above the threshold; a norm of exactly 0 counts at two checks in a row. Frozen: the parameter has
     a gradient, and its learning rate is not 0. Rounded away: at two checks in a row rounding removes more than half of
-    the model's update, at a learning rate of at least a tenth of the highest.
+    the model's update, at a learning rate of at least a tenth of the highest. A bias counts as healthy
+    if its gradient vanishes but that of its weight does not, as before a normalisation, which removes the effect of the
+    bias; the metrics still count it, and the notice at the end reports it.
 
     Assumes that a sample represents its parameter: events in a few elements of a large parameter show in exact mode
     only. If a gradient vanishes in the sample (for example in an embedding, if no sampled row had a token), the hook
@@ -86,6 +88,8 @@ class WeightUpdates(TrainingHook):
     _severity = Remembered(UpdateSeverity)
     _kept_at = Remembered(int)
     _checks = Remembered(int)
+    _biases_without_effect = Remembered(set[str], saved=False)
+    """Biases at the last check whose gradient vanished, while the weight of their module had one."""
     metrics = f"""
         grad_norm_median | median of {NORM}; of an even count the mean of the two middle values | [0, ∞]
             | The typical size of gradients. Infinite: half of the parameters have infinite or NaN gradients.
@@ -177,6 +181,9 @@ class WeightUpdates(TrainingHook):
         result = (
             f"last check: {faults or 'all parameters healthy'}" if self._checks else "no step to check had gradients"
         )
+        if biases := len(self._biases_without_effect):
+            verb = "bias has" if biases == 1 else "biases have"
+            result += f" ({biases:,} {verb} no gradient, as before a normalisation, which removes the effect)"
         checked = counted(self._checks, "step")
         notice(f"weight_updates checked {checked}; {result}.")
 
@@ -207,8 +214,12 @@ class WeightUpdates(TrainingHook):
         is_scaled = ctx.loss_scale is not None
         exploding = {name: item for name, item in gradients.items() if item.is_exploding and item.is_finite}
         nonfinite = {name: item for name, item in gradients.items() if not (item.is_finite or is_scaled)}
-        vanishing = {name: item for name, item in gradients.items() if item.is_vanishing}
         matrices = {name for name, parameter in trainable(ctx.model).items() if parameter.ndim >= 2}
+        with_gradient = {name for name, item in gradients.items() if not item.is_vanishing}
+        vanishing = {name: item for name, item in gradients.items() if item.is_vanishing}
+        self._biases_without_effect = {name for name in vanishing if _weight_of(name) in matrices & with_gradient}
+        for name in self._biases_without_effect:
+            del vanishing[name]
         low, high = self.monitor.vanishing_grad_threshold, self.monitor.exploding_grad_threshold
         vanished = self._severity.vanished(gradients, matrices, low)
         exploded = self._severity.exploded(gradients)
@@ -245,10 +256,11 @@ class WeightUpdates(TrainingHook):
 
     def _update_metrics(self, updates: Mapping[str, UpdateDiagnostics], ctx: RunDataContext) -> Metrics:
         smallest = self.monitor.top_k_smallest_updates(updates, len(updates))
+        frozen = [pair for pair in smallest if updates[pair[0]].is_frozen]
         threshold = self.monitor.frozen_update_ratio_threshold
         initial_rates = [number_or(group.options.get("initial_lr"), 0.0) for group in ctx.optimizer_groups]
         conditions = (
-            ("frozen", [pair for pair in smallest if updates[pair[0]].is_frozen], threshold),
+            ("frozen", [pair for pair in frozen if pair[0] not in self._biases_without_effect], threshold),
             ("rounded_away", [pair for pair in smallest if updates[pair[0]].is_rounded_away], None),
         )
         serious = {
@@ -271,6 +283,12 @@ class WeightUpdates(TrainingHook):
     def check(self, values: Mapping[str, Any], step: int) -> list[Alert]:
         """Return the alerts of checks up to ``step``."""
         return self._conditions.take_due(step)
+
+
+def _weight_of(bias: str) -> str:
+    """Return the name of the weight in the module of a bias; an empty text for other parameters."""
+    module, _, name = bias.rpartition(".")
+    return f"{module}.weight".removeprefix(".") if name == "bias" else ""
 
 
 def _describe(update: UpdateDiagnostics) -> str:

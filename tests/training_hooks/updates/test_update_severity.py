@@ -54,9 +54,13 @@ def test_tiny_gradient_is_a_fault_at_once():
     assert severities(check(lambda step: {"weight": 1e-9})) == [(1, "warning", "vanishing-gradients")]
 
 
-def test_bias_without_gradient_is_a_remark():
-    """A normalisation after the layer removes the effect of its bias."""
-    assert severities(check(lambda step: {"bias": 1e-9})) == [(1, "info", "vanishing-gradients")]
+def test_bias_alone_without_gradient_is_no_condition():
+    """A normalisation after the layer removes the effect of its bias; a layer without gradients is a condition."""
+    assert check(lambda step: {"bias": 1e-9}) == []
+    (frozen,) = check(lambda step: {"bias": 0.0}, moves=False)
+    assert "1 of 2 parameters is frozen: weight" in str(frozen)
+    both = check(lambda step: {"bias": 1e-9, "weight": 1e-9}, checks=1)
+    assert [str(alert) for alert in both if "2 of 2 parameters have vanishing gradients" in str(alert)]
 
 
 def test_small_gradients_of_a_solved_task_are_remarks():

@@ -1,6 +1,7 @@
 """The hook weight_updates in real runs: its metrics, its warnings and its transfers to the host."""
 
 import math
+import re
 import warnings
 from dataclasses import replace
 from unittest.mock import patch
@@ -192,6 +193,21 @@ def test_first_and_last_notice_summarize_checks():
         run([WeightUpdates(interval=1, exact=True)])
     with pytest.warns(RunNotice, match=r"checked 2 steps; last check: 17 vanishing\."):
         run([WeightUpdates(interval=4, vanishing_grad_threshold=99.0)])
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_biases_before_normalisation_are_healthy(normalised):
+    """The gradient of a convolution's bias before BatchNorm is rounding noise."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)] if normalised else [nn.Conv2d(1, 4, 3)]
+    model, hook = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).double(), WeightUpdates()
+    nn.functional.cross_entropy(model(torch.randn(8, 1, 8, 8).double()), torch.arange(8) % 2).backward()
+    metrics = hook.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=1))
+    assert metrics["vanishing_count"] == normalised
+    assert hook.check({}, 1) == []
+    remark = " (1 bias has no gradient, as before a normalisation, which removes the effect)" * normalised
+    with pytest.warns(RunNotice, match=re.escape(f"last check: all parameters healthy{remark}.")):
+        hook.end("completed")
 
 
 def test_run_failing_before_checks_has_no_summary(recwarn):
