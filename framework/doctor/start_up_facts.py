@@ -1,7 +1,7 @@
 """Start-up facts: properties of model and optimizer before the first step that may show a mistake."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def start_facts(model: nn.Module, optimizers: Sequence[Optimizer], others: Itera
         "frozen_modules": _frozen_modules(model),
         "dtypes": _counts(str(item.dtype).removeprefix("torch.") for item in parameters.values()),
         "groups": _groups(optimizers),
-        **_membership(parameters, trainable, optimizers, others),
+        **_membership(parameters, trainable, optimizers, others, placeholders=_placeholders(model)),
         **_modes(model),
         "unregistered": _unregistered(model, optimizers, others),
         "matrices": sum(item.ndim > 1 for item in trainable.values()),
@@ -108,8 +108,10 @@ def _membership(
     trainable: Mapping[str, nn.Parameter],
     optimizers: Sequence[Optimizer],
     others: Iterable[nn.Module],
+    *,
+    placeholders: Collection[int],
 ) -> dict[str, Any]:
-    """Compare the parameters of the model with those of the optimizers."""
+    """Compare the parameters of the model with those of the optimizers; ``placeholders`` are identities."""
     entries = [item for optimizer in optimizers for group in optimizer.param_groups for item in group["params"]]
     decays = {
         id(item): group.get("weight_decay") for o in optimizers for group in o.param_groups for item in group["params"]
@@ -124,10 +126,27 @@ def _membership(
         | {"share": sum(item.numel() for item in missing.values()) / elements if elements else 0.0},
         "foreign_in_optimizer": sum(id(item) not in known for item in entries),
         "frozen_in_optimizer": _names(
-            name for name, item in parameters.items() if id(item) in held and not item.requires_grad
+            name
+            for name, item in parameters.items()
+            if id(item) in held and not item.requires_grad and id(item) not in placeholders
         ),
         "decayed_vectors": _names(decayed),
     }
+
+
+def _placeholders(model: nn.Module) -> set[int]:
+    """Return the identities of frozen parameters that a later step of the training fills.
+
+    They are those of modules with several matrices in which every parameter is frozen and zero, such as the factors of
+    a product: even if they were trained, none of them would get a gradient.
+    """
+    placeholders: set[int] = set()
+    for module in model.modules():
+        own = [item for item in module.parameters(recurse=False) if not is_uninitialised(item)]
+        is_frozen = sum(item.ndim > 1 for item in own) > 1 and not any(item.requires_grad for item in own)
+        if is_frozen and all(map(_is_zero, own)):
+            placeholders |= {*map(id, own)}
+    return placeholders
 
 
 def _unregistered(model: nn.Module, optimizers: Sequence[Optimizer], others: Iterable[nn.Module]) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from loopscope.doctor import diagnose
+from loopscope.doctor.history import History
 from loopscope.doctor.start_up_facts import start_facts
+from loopscope.lowbit.metis import LowRankFactors
 from torch import nn
 
 
@@ -59,3 +62,24 @@ def test_layers_of_an_optimizer_are_known() -> None:
     alias = Holder([model.layer, model.layer])
     alias.layer = model.layer
     assert start_facts(alias, [torch.optim.SGD(alias.parameters(), lr=0.1)])["unregistered"]["count"] == 0
+
+
+@pytest.mark.parametrize(("fill", "count"), [(0.0, 0), (0.1, 3)])
+def test_empty_factors_are_not_frozen_parameters(fill: float, count: int) -> None:
+    """Frozen zeros that a later step fills, as the factors of a split layer, are no finding; other values are."""
+    factors = LowRankFactors(torch.zeros(8, 8), rank=2)
+    model = nn.ModuleList([nn.ModuleList([nn.Linear(8, 8), factors])])
+    for parameter in factors.parameters():
+        parameter.data.fill_(fill)
+    history = History(start_facts(model, [torch.optim.SGD(model.parameters(), lr=0.1)]))
+    assert history.facts["frozen_in_optimizer"]["count"] == count
+    findings = {finding.id: finding.severity for finding in diagnose(history)}
+    assert findings.get("frozen-parameters-in-optimizer") == ("warning" if count else None)
+
+
+def test_frozen_zero_matrix_is_a_frozen_parameter() -> None:
+    """One matrix of zeros, such as the second factor of LoRA, could be trained."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).requires_grad_(True)
+    nn.init.zeros_(model[1].weight).requires_grad_(False)
+    facts = start_facts(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    assert facts["frozen_in_optimizer"]["names"] == ["1.weight"]
