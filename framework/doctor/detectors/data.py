@@ -65,6 +65,8 @@ class OneClassBatches(Detector):
             "loss-spike",
             "loss-not-falling",
             "exploding-gradients",
+            "learning-rate-too-high",
+            "loss-rising",
             "gradient-jump",
             "no-better-than-uniform",
         }
