@@ -566,12 +566,14 @@ class TrainValidationDiverging(Detector):
     symptom = "The validation loss rises while the training loss falls"
     cause = (
         "The model memorises the training data. Stop at the best validation loss, use more or more varied data, weight "
-        "decay or dropout, and check for rows that occur several times."
+        "decay or dropout, and check for rows that occur several times. A remark if the validation accuracy still "
+        "rises: then the model only becomes too certain of its errors, or generalises late."
     )
     source = "early stopping, Prechelt 1998"
     thresholds = {
         "rise": Threshold(1.3, "validation loss over its minimum; noise and mild overfitting stay below"),
         "memorised_rise": Threshold(1.15, "the same limit if the training loss is below 2 % of the validation loss"),
+        "gain": Threshold(0.02, "rise of the validation accuracy since the best validation loss; noise is below"),
         "gap": Threshold(0.25, "train accuracy minus validation accuracy once the training set is learned"),
     }
     needs = ("training_metrics",)
@@ -589,6 +591,20 @@ class TrainValidationDiverging(Detector):
             rise = self.limit("memorised_rise" if train_now < 0.02 * values[-1] else "rise")
             is_rising = level > rise * values[best] and values[-1] > rise * values[best]
             if is_rising and train_now < train_then and train_now < values[-1]:
+                accuracy = history.curve("training_metrics/val_acc")
+                then, now = accuracy.at(int(validation.steps[best])), accuracy.last
+                if now > then + self.limit("gain"):
+                    yield self.finding(
+                        "info",
+                        int(validation.steps[best]),
+                        f"The validation loss rises, from {values[best]:.3g} at step {validation.steps[best]:,} to "
+                        f"{values[-1]:.3g}, while the validation accuracy rises, too, from {then:.1%} to {now:.1%}.",
+                        "Judge the model by its accuracy; if you need its probabilities, use label smoothing or weight "
+                        "decay.",
+                        Evidence("training_metrics/val_acc", now, then + self.limit("gain"), "near its maximum"),
+                        confidence=0.7,
+                    )
+                    return
                 yield self._finding(
                     int(validation.steps[best]),
                     f"The validation loss rises, from {values[best]:.3g} at step {validation.steps[best]:,} to "

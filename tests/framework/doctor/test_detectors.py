@@ -102,3 +102,16 @@ def test_incomplete_detector_is_refused() -> None:
 
     with pytest.raises(UsageError, match="Nameless has no name"):
         DetectorRegistry.register(Nameless)
+
+
+@pytest.mark.parametrize(("gain", "severity"), [(0.1, "info"), (0.01, "warning"), (-0.1, "warning")])
+def test_rising_accuracy_makes_overfitting_a_remark(gain: float, severity: str) -> None:
+    """The validation loss rises by half, and the accuracy by ``gain``, as in delayed generalisation."""
+    history = History()
+    for step in range(1, 101):
+        history.add(step, {"training_checks/loss": 1.0 / step})
+        if step % 20 == 0:
+            history.add(step, {"training_metrics/evaluation/val_loss": 2.0 + step / 100})
+            history.add(step, {"training_metrics/val_acc": 0.3 + gain * (step - 20) / 80})
+    (finding,) = [item for item in diagnose(history) if item.id == "train-validation-diverging"]
+    assert (finding.severity, finding.step) == (severity, 20)
