@@ -13,7 +13,7 @@ from loopscope.tensors import trainable
 
 from ..measures import Alerts, notice
 from .update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor, step_rate
-from .update_severity import UpdateSeverity
+from .update_severity import TINY_SHARE, UpdateSeverity
 
 CONDITIONS = {
     "vanishing": ("has a vanishing gradient", "have vanishing gradients"),
@@ -60,8 +60,9 @@ class WeightUpdates(TrainingHook):
     gradient was ever above the threshold; a norm of exactly 0 counts at two checks in a row. Frozen: the parameter has
     a gradient, and its learning rate is not 0. Rounded away: at two checks in a row rounding removes more than half of
     the model's update, at a learning rate of at least a tenth of the highest. A bias counts as healthy
-    if its gradient vanishes but that of its weight does not, as before a normalisation, which removes the effect of the
-    bias; the metrics still count it, and the notice at the end reports it.
+    if its gradient vanishes and is at most 1e-4 times that of its weight, which does not vanish: so it is before a
+    normalisation, which removes the effect of the bias. The metrics still count it, and the notice at the end reports
+    it.
 
     Assumes that a sample represents its parameter: events in a few elements of a large parameter show in exact mode
     only. If a gradient vanishes in the sample (for example in an embedding, if no sampled row had a token), the hook
@@ -215,9 +216,13 @@ class WeightUpdates(TrainingHook):
         exploding = {name: item for name, item in gradients.items() if item.is_exploding and item.is_finite}
         nonfinite = {name: item for name, item in gradients.items() if not (item.is_finite or is_scaled)}
         matrices = {name for name, parameter in trainable(ctx.model).items() if parameter.ndim >= 2}
-        with_gradient = {name for name, item in gradients.items() if not item.is_vanishing}
         vanishing = {name: item for name, item in gradients.items() if item.is_vanishing}
-        self._biases_without_effect = {name for name in vanishing if _weight_of(name) in matrices & with_gradient}
+        weights = {name: gradients.get(_weight_of(name)) for name in vanishing}
+        self._biases_without_effect = {
+            name
+            for name, weight in weights.items()
+            if weight is not None and not weight.is_vanishing and gradients[name].l2_norm <= TINY_SHARE * weight.l2_norm
+        }
         for name in self._biases_without_effect:
             del vanishing[name]
         low, high = self.monitor.vanishing_grad_threshold, self.monitor.exploding_grad_threshold

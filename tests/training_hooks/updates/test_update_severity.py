@@ -61,6 +61,8 @@ def test_bias_alone_without_gradient_is_no_condition():
     assert "1 of 2 parameters is frozen: weight" in str(frozen)
     both = check(lambda step: {"bias": 1e-9, "weight": 1e-9}, checks=1)
     assert [str(alert) for alert in both if "2 of 2 parameters have vanishing gradients" in str(alert)]
+    deep = check(lambda step: {"bias": 3e-8, "weight": 1e-7}, checks=1)  # ‖g‖: 4e-8 and 2e-7
+    assert severities(deep) == [(1, "info", "vanishing-gradients")]
 
 
 def test_small_gradients_of_a_solved_task_are_remarks():
