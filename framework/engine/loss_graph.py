@@ -55,6 +55,8 @@ MOST_NODES_OF_MODEL = 20_000
 """Nodes visited in the search for attention."""
 BEFORE_SOFTMAX = VIEWS | {"Mul", "Div", "NativeDropout"}
 """Nodes between the products of queries and keys and their softmax that are no mask."""
+LARGEST_SCALE = 5.0
+"""Factor of logits up to which a cross-entropy starts near that of equal probabilities."""
 SOFT_CROSS_ENTROPY = ("Div", "Neg", "Sum", "Mul", "LogSoftmax")
 """The mean that ``cross_entropy`` computes for targets that are probabilities."""
 
@@ -86,7 +88,7 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
         ignore_index=_ignore_index(nodes, names),
         **_target_facts(nodes, names),
         is_doubly_normalised=_is_doubly_normalised(names),
-        has_other_terms=_has_other_terms(nodes, names),
+        is_modified=_has_other_terms(nodes, names) or _has_scaled_logits(nodes, names),
         is_rectified=_is_rectified(names),
         is_normalised_over_rows=_is_normalised_over_rows(nodes, names),
         is_broadcast=_is_broadcast(nodes, names),
@@ -270,6 +272,18 @@ def _has_other_terms(nodes: list[Any], names: list[str]) -> bool:
     softmax, path = nodes[position], nodes[: position + 1]
     others = [term for node in path[:-1] for term in _inputs(node) if term not in path]
     return any(softmax not in _visited(term) for term in others)
+
+
+def _has_scaled_logits(nodes: list[Any], names: list[str]) -> bool:
+    """Return whether the logits of a cross-entropy are multiplied by a number above 5."""
+    if "LogSoftmax" not in names:
+        return False
+    first = names.index("LogSoftmax") + 1
+    rest = [pair for pair in zip(nodes[first:], names[first:], strict=True) if pair[1] not in VIEWS]
+    if not rest or rest[0][1] not in ("Mul", "Div"):
+        return False
+    divisor = _divisor(*rest[0])
+    return divisor is not None and 0 < divisor < 1 / LARGEST_SCALE
 
 
 def _is_rectified(names: list[str]) -> bool:

@@ -33,8 +33,9 @@ class BackwardPass(NamedTuple):
     """The first targets of the cross-entropy, at most 64; empty if they are unknown."""
     is_doubly_normalised: bool = False
     """Whether a log-softmax is applied to probabilities of a softmax, or a BCE with logits to those of a sigmoid."""
-    has_other_terms: bool = False
-    """Whether a cross-entropy is only one of several terms of the loss."""
+    is_modified: bool = False
+    """Whether a cross-entropy is one of several terms of the loss, or multiplies its logits by a number above 5, as
+    losses with a margin do, so that it does not start near that of equal probabilities."""
     is_rectified: bool = False
     """Whether a ReLU is applied to the logits of the loss."""
     is_normalised_over_rows: bool = False

@@ -126,6 +126,11 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     name, kind = optimizer_name(optimizer), type(model).__name__
     require(
+        any(parameter.requires_grad for parameter in model.parameters()),
+        f"No parameter of the model ({kind}) requires a gradient, so nothing would be trained; call "
+        "requires_grad_(True) on the layers to train before the optimizer is created.",
+    )
+    require(
         any(id(parameter) in trained for parameter in model.parameters()),
         f"The optimizer ({name}) trains no parameter of the model ({kind}); give the model whose parameters the "
         "optimizer was created with.",

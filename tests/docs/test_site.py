@@ -35,7 +35,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @own_process
 def test_every_page_renders_lists_and_tables(built: Path) -> None:
     """No paragraph of a built page contains the source of a Markdown list or table."""

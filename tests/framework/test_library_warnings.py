@@ -173,9 +173,9 @@ def test_values_that_torch_reads_safely_are_storable() -> None:
         (tripwire, "_column", False),
         (tripwire, "_version", False),
         (recorded_bytes, "digest_of", False),
-        (tripwire, "differing", True),
+        (recorded_bytes, "_differing", True),
     ],
-    ids=["_column", "_version", "digest_of", "differing"],
+    ids=["_column", "_version", "digest_of", "_differing"],
 )
 def test_warning_while_reading_is_no_mutation(
     module: ModuleType, place: str, audit: bool, scene: Scene, monkeypatch: pytest.MonkeyPatch

@@ -22,21 +22,27 @@ def loss_facts(passes: Sequence[BackwardPass], rows: int = 0) -> dict[str, float
     if not passes:
         return {}
     classes = max(one.class_count for one in passes)
-    is_alone = classes > 0 and all(one.class_count == classes and not one.has_other_terms for one in passes)
+    is_alone = classes > 0 and all(one.class_count == classes and not one.is_modified for one in passes)
     uniform = {"uniform_loss": math.log(classes)} if is_alone else {}
     return {
         "micro_batches": len(passes),
         "loss_is_summed": int(any(is_summed(one, len(passes), rows) for one in passes)),
         "loss_divisor": passes[0].divisor,
         "doubly_normalised": int(any(one.is_doubly_normalised for one in passes)),
-        "averages_micro_batches": int(averages(passes)),
         "loss_is_broadcast": int(any(one.is_broadcast for one in passes)),
         "logits_rectified": int(any(one.is_rectified for one in passes)),
         "normalised_over_rows": int(any(one.is_normalised_over_rows for one in passes)),
         "class_count": classes,
         **uniform,
+        **_averaging(passes),
         **attention_facts(passes),
     }
+
+
+def _averaging(passes: Sequence[BackwardPass]) -> dict[str, float]:
+    """Return whether micro-batches are averaged; nothing if the reduction of their losses is unknown."""
+    is_known = all(one.reduction or one.is_divided_by_tensor for one in passes)
+    return {"averages_micro_batches": int(averages(passes))} if is_known or len(passes) == 1 else {}
 
 
 def attention_facts(passes: Sequence[BackwardPass]) -> dict[str, float]:

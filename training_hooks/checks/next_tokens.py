@@ -1,4 +1,4 @@
-"""Whether the targets of a language model are its inputs or their next tokens."""
+"""By how many positions the targets of a language model are shifted against its inputs."""
 
 from collections.abc import Sequence
 
@@ -8,19 +8,22 @@ from .batch_facts import BatchPart
 
 LEAST_TOKENS = 3
 """Different tokens that a row needs so that it differs from the row of the next tokens."""
+SHIFTS = (1, 0, 2)
+"""The shifts that are tried: next tokens, the inputs themselves, and a shift by the data and by the model."""
 
 
 def token_facts(parts: Sequence[BatchPart], passes: Sequence[BackwardPass]) -> dict[str, int]:
-    """Return whether the first targets of the loss are the first row of inputs, or its next tokens.
+    """Return by how many positions the first targets of the loss are shifted against the first row of inputs.
+
+    Nothing is returned if no shift of at most two positions fits.
 
     Args:
         parts: inputs and targets of the micro-batches, whose own targets are not read.
         passes: the descriptions of the losses.
 
     >>> import torch
-    >>> part = BatchPart(torch.tensor([[5, 6, 7, 8]]))
-    >>> token_facts([part], [BackwardPass(first_targets=(6, 7, 8))])
-    {'next_token_targets': 1, 'unshifted_targets': 0}
+    >>> token_facts([BatchPart(torch.tensor([[5, 6, 7, 8]]))], [BackwardPass(first_targets=(6, 7, 8))])
+    {'target_shift': 1}
     """
     if not parts or not passes or not passes[0].first_targets:
         return {}
@@ -30,8 +33,7 @@ def token_facts(parts: Sequence[BatchPart], passes: Sequence[BackwardPass]) -> d
     row = tuple(inputs[0, : len(targets) + 1].tolist())
     if len({*row}) < LEAST_TOKENS:
         return {}
-    count = len(row) - 1  # the loss may leave out the last position of each row
-    return {
-        "next_token_targets": int(targets[:count] == row[1:]),
-        "unshifted_targets": int(targets[:count] == row[:-1]),
-    }
+    count = len(row) - max(SHIFTS)  # the loss may leave out the last positions of each row
+    fitting = (shift for shift in SHIFTS if targets[:count] == row[shift : shift + count])
+    shift = next(fitting, None)
+    return {} if shift is None else {"target_shift": shift}

@@ -75,7 +75,8 @@ class TrainingChecks(TrainingHook):
             | Above 0: dead units, a loss that is multiplied by 0, or an underflow of float16.
         zero_gradient/<parameter> | checked steps in a row with a gradient of exactly 0 | 1, 2, 3, …
             | Growing: as without_gradient.
-        never_gradient_count | parameters without a non-zero gradient in all checked steps so far | 0, 1, 2, …
+        never_gradient_count | parameters without a non-zero gradient in all checked steps so far, and without any in
+            the others | 0, 1, 2, …
             | Above 0 after a few checks: these parameters do not learn from the loss.
         never_gradient/<parameter> | number of checked steps so far | 1, 2, 3, …
             | The parameter had no non-zero gradient in any of them.
@@ -100,24 +101,23 @@ class TrainingChecks(TrainingHook):
             | {0, 1} | 1: the loss expects logits, remove the normalisation of the model.
         micro_batches | number of backward passes of the step | 1, 2, 3, … | Should be the intended accumulation.
         averages_micro_batches | 1 if the step has several micro-batches whose weights add up to 1 ± 0.1, or that are
-            divided by a tensor, else 0; the weight of a mean is 1/divisor, that of a sum its targets/divisor | {0, 1}
+            divided by a tensor, else 0; the weight of a mean is 1/divisor, that of a sum its targets/divisor; not
+            reported if the reduction is unknown | {0, 1}
             | 0 with several micro-batches: their gradients add up, as with a larger learning rate.
         loss_is_broadcast | 1 if the loss compares N outputs with N targets in N · N pairs, else 0 | {0, 1}
             | 1: outputs of shape (N, 1) meet targets of shape (N,), so that each output is compared with all targets.
         unmasked_attention_fraction | attention operations without a mask or bias / all attention operations over
             equally many queries and keys; reported for models whose graph shows attention | [0, 1]
-            | 1 with next_token_targets 1: the model sees the tokens that it should predict.
-        next_token_targets | 1 if the first targets of the cross-entropy are the next tokens of the first row of
-            inputs, else 0; reported for tokens with unmasked_attention_fraction | {0, 1}
-            | See unmasked_attention_fraction.
-        unshifted_targets | 1 if these targets are the row of inputs itself, else 0; reported likewise | {0, 1}
-            | 1 with a causal mask: the model learns to copy its input.
+            | 1 with target_shift 1: the model sees the tokens that it should predict.
+        target_shift | positions by which the first targets of the cross-entropy are shifted against the first row of
+            inputs; reported for tokens with unmasked_attention_fraction, if one of the values fits | {0, 1, 2}
+            | 1: next tokens. 0 with a causal mask: the model learns to copy its input. 2: shifted twice.
         logits_rectified | 1 if a ReLU is applied to the logits of the loss, else 0 | {0, 1}
             | 1: no logit can be negative, and those that are 0 get no gradient.
         normalised_over_rows | 1 if the log-softmax of a cross-entropy runs over the rows of the batch, else 0 | {0, 1}
             | 1: the argument dim of the softmax is wrong.
         class_count | C, the number of classes of a cross-entropy, else 0 | 0, 1, 2, … | Should be that of the data.
-        uniform_loss | ln C; reported for a cross-entropy without further terms | [0, ∞)
+        uniform_loss | ln C; reported for a cross-entropy without further terms and scaled logits | [0, ∞)
             | The loss of equal probabilities, which the first losses should be near. Much larger first losses: the
             initialisation of the output layer. A loss that stays there: nothing is learned.
         input_mean | mean of the elements of x; reported for floating-point inputs | (−∞, ∞)
@@ -204,9 +204,19 @@ class TrainingChecks(TrainingHook):
             metrics["lr"] = ctx.lr
         if self.step_schedule.is_due(ctx.step):
             metrics |= self._check(ctx)
-        elif ctx.step <= ROWS_UNTIL:
+            return metrics
+        if self._without:
+            self._note_late_gradients(ctx.model)
+        if ctx.step <= ROWS_UNTIL:
             self._rows.add(parts_of(ctx.batch_data), ctx.epoch)
         return metrics
+
+    def _note_late_gradients(self, model: nn.Module) -> None:
+        """Note which parameters without a gradient at the last check have one now, as heads of rare tasks do."""
+        parameters = dict(model.named_parameters())
+        found = {name for name in self._without if name in parameters and parameters[name].grad is not None}
+        if found - {*self._trained}:
+            self._trained = [name for name in parameters if name in found or name in self._trained]
 
     def _check(self, ctx: RunDataContext) -> dict[str, Any]:
         """Return the metrics of a checked step at POST_BACKWARD."""

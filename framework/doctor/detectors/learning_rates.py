@@ -185,6 +185,48 @@ def is_warming_up(history: History) -> bool:
 
 
 @DetectorRegistry.register
+class WarmUpTooLong(Detector):
+    """Finds a warm-up that takes longer than the training."""
+
+    name = "warm-up-too-long"
+    symptom = "The loss hardly falls"
+    cause = (
+        "The learning rate still rises at the end of the training and is far below the one that was set: the warm-up "
+        "counts more steps than the training has, or it is stepped per epoch instead of per batch."
+    )
+    source = "torch.optim.lr_scheduler; transformers' warmup_steps: the number of steps of the warm-up"
+    applies_to = "schedules that start below the learning rate of the optimizer"
+    thresholds = {
+        "level": Threshold(0.2, "of the learning rate that was set; warm-ups of 5 to 10 % have ended by then"),
+        "share": Threshold(0.5, "of the planned steps, or all steps of a run that is over"),
+    }
+    needs = ("training_metrics",)
+    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "learning-rate-too-low", "learning-rate-zero"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the newest learning rate is the highest, and far below the one of the optimizer."""
+        groups = history.facts.get("groups") or [{}]
+        target = groups[0].get("initial_lr")
+        curve = lr_curve(history)
+        if not isinstance(target, (int, float)) or len(curve) < 20 or not is_warming_up(history):
+            return
+        planned = history.planned_steps or 0
+        if not history.is_over and not (planned and history.step >= self.limit("share") * planned):
+            return
+        if curve.last >= self.limit("level") * target:
+            return
+        yield self.finding(
+            "warning",
+            curve.first_step,
+            f"The warm-up is longer than the training: after {history.step:,} steps the learning rate is "
+            f"{curve.last:.3g}, still rising, and {target:.3g} was set.",
+            "Use a warm-up of 1 to 10 % of the steps, and step its scheduler after every batch.",
+            Evidence(LR, curve.last, self.limit("level") * target, "the learning rate that was set, after the warm-up"),
+            confidence=0.9,
+        )
+
+
+@DetectorRegistry.register
 class LearningRateZero(Detector):
     """Finds a learning rate of zero before the end of the training."""
 

@@ -100,7 +100,7 @@ class CausalMaskMissing(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if no attention operation has a mask."""
         unmasked = history.curve(f"{CHECKS}/unmasked_attention_fraction")
-        if unmasked.last != 1 or not history.last(f"{CHECKS}/next_token_targets") > 0:
+        if unmasked.last != 1 or history.last(f"{CHECKS}/target_shift") != 1:
             return
         yield self.finding(
             "critical",
@@ -114,32 +114,43 @@ class CausalMaskMissing(Detector):
 
 
 @DetectorRegistry.register
-class TargetsNotShifted(Detector):
-    """Finds a causal model whose targets are its inputs."""
+class TargetsShiftedWrongly(Detector):
+    """Finds a causal model whose targets are its inputs, or the tokens after the next."""
 
-    name = "targets-not-shifted"
-    symptom = "The loss of a language model falls to almost 0, but generated text repeats itself"
+    name = "targets-shifted-wrongly"
+    symptom = "A language model has a good loss, but generates nonsense"
     cause = (
-        "The targets are the inputs themselves, so that a model with a causal mask learns to copy each token. Shift "
-        "the targets by one position: logits[:, :-1] against tokens[:, 1:]."
+        "The targets are the inputs themselves, so that a model with a causal mask learns to copy, or they are shifted "
+        "twice, by the data and by the model. Shift them once: logits[:, :-1] against tokens[:, 1:]."
     )
-    source = "transformers' causal models shift labels inside of the model; a custom loss must do it itself"
+    source = "causal models of transformers shift labels inside of the model; a custom loss must do it itself"
     applies_to = "models with causal attention and a cross-entropy over tokens, on the CPU"
     needs = (CHECKS,)
+    explains = frozenset({"no-better-than-uniform", "loss-not-falling"})
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if targets equal inputs, and attention is masked."""
-        same = history.curve(f"{CHECKS}/unshifted_targets")
+        """Return a finding if the shift is 0 or 2 at every checked step, and attention is masked."""
+        shifts = history.curve(f"{CHECKS}/target_shift")
         is_causal = history.last(f"{CHECKS}/unmasked_attention_fraction") < 1
-        if not len(same) or not same.values.min() > 0 or not is_causal:
+        if not len(shifts) or np.ptp(shifts.values) > 0 or shifts.last == 1 or not is_causal:
             return
+        problem, remedy = (
+            (
+                "the inputs themselves, so that the model only learns to copy",
+                "Compare logits[:, :-1] with tokens[:, 1:].",
+            )
+            if shifts.last == 0
+            else (
+                "shifted by two positions, so that the model learns to skip a token",
+                "Shift them once: models of transformers shift labels themselves, so pass labels=input_ids.",
+            )
+        )
         yield self.finding(
             "critical",
-            same.first_step,
-            "The targets of the loss are the inputs themselves and not the next tokens, so that the model only learns "
-            "to copy its input.",
-            "Compare logits[:, :-1] with tokens[:, 1:].",
-            Evidence(f"{CHECKS}/unshifted_targets", 1, 0, "0"),
+            shifts.first_step,
+            f"The targets of the loss are {problem}.",
+            remedy,
+            Evidence(f"{CHECKS}/target_shift", shifts.last, None, "1"),
             confidence=0.9,
         )
 
@@ -593,7 +604,7 @@ class TrainValidationDiverging(Detector):
             if is_rising and train_now < train_then and train_now < values[-1]:
                 accuracy = history.curve("training_metrics/val_acc")
                 then, now = accuracy.at(int(validation.steps[best])), accuracy.last
-                if now > then + self.limit("gain"):
+                if now > then + self.limit("gain") and self._generalises(history, int(validation.steps[best])):
                     yield self.finding(
                         "info",
                         int(validation.steps[best]),
@@ -626,6 +637,13 @@ class TrainValidationDiverging(Detector):
                 "model memorises its training data.",
                 Evidence("training_metrics/val_acc", held_out.last, train.last - self.limit("gap"), "near train_acc"),
             )
+
+    def _generalises(self, history: History, best_step: int) -> bool:
+        """Return whether the validation accuracy still rises, or is not far below that of the training."""
+        accuracy = history.curve("training_metrics/val_acc")
+        halfway = (best_step + accuracy.last_step) // 2
+        is_rising = accuracy.last > accuracy.at(halfway) + self.limit("gain")
+        return is_rising or history.last("training_metrics/train_acc") - accuracy.last < self.limit("gap")
 
     def _finding(self, step: int, why: str, *evidence: Evidence) -> Finding:
         remedy = "Stop at the best validation loss, or add data, weight decay or dropout."

@@ -103,7 +103,18 @@ class DropoutTooStrong(Detector):
     source = "Srivastava et al., Dropout, 2014, section 7.3: best between 0.2 and 0.6; torch.nn.Dropout: p"
     applies_to = "models with dropout"
     thresholds = {"probability": Threshold(0.85, "above every value that is in use")}
-    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "dead-units", "learning-rate-too-low"})
+    explains = frozenset(
+        {
+            "loss-not-falling",
+            "no-better-than-uniform",
+            "dead-units",
+            "learning-rate-too-low",
+            "learning-rate-too-high",
+            "loss-spike",
+            "warm-up-missing",
+            "exploding-gradients",
+        }
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the largest probability of dropout is near 1."""

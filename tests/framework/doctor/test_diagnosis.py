@@ -318,3 +318,21 @@ def test_frozen_parts_may_have_untrained_statistics() -> None:
     model = nn.Sequential(backbone, nn.Linear(4, 2))
     facts = start_facts(model, [torch.optim.SGD(model[1].parameters(), lr=0.1)])
     assert not facts["batchnorms_never_trained"]["count"]
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ([step / 20_000 for step in range(1, 121)], True),
+        ([0.0] * 60 + [0.03] * 60, True),
+        ([min(step / 30, 1.0) for step in range(1, 121)], False),
+        ([1 - step / 121 for step in range(120)], False),
+    ],
+    ids=["longer than training", "per epoch", "usual", "decay"],
+)
+def test_warm_ups_longer_than_training_are_found(rates: list[float], expected: bool) -> None:
+    history = History({"groups": [{"optimizer": "AdamW", "lr": rates[0], "initial_lr": 1.0}]})
+    history.add(120, {"training_metrics/lr": Series(list(range(1, 121)), rates)})
+    assert "warm-up-too-long" not in severities(history)
+    history.status = "complete"
+    assert ("warm-up-too-long" in severities(history)) is expected

@@ -259,9 +259,11 @@ def test_first_targets_are_those_of_the_loss() -> None:
         (lambda: cross_entropy() + WEIGHTS.square().mean(), True),
         (lambda: cross_entropy() + 0.1 * F.mse_loss(logits(), torch.zeros(ROWS, CLASSES)), True),
         (lambda: cross_entropy() - F.kl_div(F.log_softmax(logits() / 4, -1), torch.ones(ROWS, CLASSES)), True),
+        (lambda: cross_entropy(30 * WEIGHTS.tanh()), True),
+        (lambda: cross_entropy(WEIGHTS.tanh() / 0.05), True),
         (lambda: logits().square().sum() + logits().mean(), False),
     ],
 )
 @pytest.mark.filterwarnings("ignore:reduction")
-def test_further_terms_of_a_loss_are_found(compute: Callable[[], Tensor], expected: bool) -> None:
-    assert describe_loss(compute()).has_other_terms is expected
+def test_modified_cross_entropies_are_found(compute: Callable[[], Tensor], expected: bool) -> None:
+    assert describe_loss(compute()).is_modified is expected

@@ -70,3 +70,9 @@ def test_facts_of_a_cross_entropy() -> None:
     assert (facts["micro_batches"], facts["loss_divisor"], facts["averages_micro_batches"]) == (2, 2.0, 1)
     assert "uniform_loss" not in loss_facts([BackwardPass()])
     assert loss_facts([]) == {}
+
+
+def test_unknown_reductions_have_no_averages() -> None:
+    """Sums of terms that the graph does not explain, such as label smoothing of a trainer."""
+    assert "averages_micro_batches" not in loss_facts([BackwardPass()] * 4)
+    assert loss_facts([BackwardPass(reduction="mean", divisor=4.0)] * 4)["averages_micro_batches"] == 1

@@ -8,27 +8,31 @@ from loopscope.training_hooks.checks.next_tokens import token_facts
 from torch import Tensor
 
 TOKENS = torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(0))
-PADDED = torch.cat([TOKENS[:, 1:], torch.full((4, 1), -100)], dim=1)
-NEXT, SAME, OTHER = (1, 0), (0, 1), (0, 0)
+
+
+def padded(targets: Tensor) -> Tensor:
+    """Return targets of the same length as the inputs, the last ones of which the loss ignores."""
+    return torch.cat([targets, torch.full((4, 9 - targets.shape[1]), -100)], dim=1)
 
 
 @pytest.mark.parametrize("length", [9, 64])
 @pytest.mark.parametrize(
     ("inputs", "targets", "expected"),
     [
-        (TOKENS[:, :-1], TOKENS[:, 1:], NEXT),
-        (TOKENS, TOKENS[:, 1:], NEXT),
-        (TOKENS, PADDED, NEXT),
-        (TOKENS, TOKENS, SAME),
-        (TOKENS, TOKENS.flip(1), OTHER),
-        (TOKENS, TOKENS.masked_fill(TOKENS % 5 > 0, -100), OTHER),
-        (TOKENS, TOKENS[:, :-1], SAME),
+        (TOKENS[:, :-1], TOKENS[:, 1:], 1),
+        (TOKENS, TOKENS[:, 1:], 1),
+        (TOKENS, padded(TOKENS[:, 1:]), 1),
+        (TOKENS, TOKENS, 0),
+        (TOKENS, TOKENS[:, :-1], 0),
+        (TOKENS, padded(TOKENS[:, 2:]), 2),
+        (TOKENS[:, :-1], TOKENS[:, 2:], 2),
+        (TOKENS, TOKENS.flip(1), None),
+        (TOKENS, TOKENS.masked_fill(TOKENS % 5 > 0, -100), None),
     ],
 )
-def test_targets_are_compared_with_inputs(inputs: Tensor, targets: Tensor, expected: tuple, length: int) -> None:
+def test_shift_of_targets_is_found(inputs: Tensor, targets: Tensor, expected: int | None, length: int) -> None:
     passes = [BackwardPass(first_targets=tuple(targets.flatten()[:length].tolist()))]
-    facts = token_facts([BatchPart(inputs)], passes)
-    assert (facts["next_token_targets"], facts["unshifted_targets"]) == expected
+    assert token_facts([BatchPart(inputs)], passes).get("target_shift") == expected
 
 
 @pytest.mark.parametrize(
