@@ -7,7 +7,7 @@ from loopscope.hooks import BackwardPass
 from .batch_facts import BatchPart
 
 LEAST_TOKENS = 3
-"""Different tokens that a row needs so that it differs from the row of the next tokens."""
+"""Different targets that a row needs, so that one shift differs from another."""
 SHIFTS = (1, 0, 2)
 """The shifts that are tried: next tokens, the inputs themselves, and a shift by the data and by the model."""
 
@@ -22,7 +22,7 @@ def token_facts(parts: Sequence[BatchPart], passes: Sequence[BackwardPass]) -> d
         passes: the descriptions of the losses.
 
     >>> import torch
-    >>> token_facts([BatchPart(torch.tensor([[5, 6, 7, 8]]))], [BackwardPass(first_targets=(6, 7, 8))])
+    >>> token_facts([BatchPart(torch.tensor([[5, 6, 7, 8, 9]]))], [BackwardPass(first_targets=(6, 7, 8, 9))])
     {'target_shift': 1}
     """
     if not parts or not passes or not passes[0].first_targets:
@@ -31,9 +31,14 @@ def token_facts(parts: Sequence[BatchPart], passes: Sequence[BackwardPass]) -> d
     if inputs.ndim != 2 or inputs.is_floating_point():
         return {}
     row = tuple(inputs[0, : len(targets) + 1].tolist())
-    if len({*row}) < LEAST_TOKENS:
+    # The loss may leave out the last positions of each row, and ignores padding.
+    compared = [
+        (position, target)
+        for position, target in enumerate(targets[: len(row) - max(SHIFTS)])
+        if target != passes[0].ignore_index
+    ]
+    if len({target for _, target in compared}) < LEAST_TOKENS:
         return {}
-    count = len(row) - max(SHIFTS)  # the loss may leave out the last positions of each row
-    fitting = (shift for shift in SHIFTS if targets[:count] == row[shift : shift + count])
+    fitting = (shift for shift in SHIFTS if all(row[position + shift] == target for position, target in compared))
     shift = next(fitting, None)
     return {} if shift is None else {"target_shift": shift}

@@ -26,8 +26,11 @@ def padded(targets: Tensor) -> Tensor:
         (TOKENS, TOKENS[:, :-1], 0),
         (TOKENS, padded(TOKENS[:, 2:]), 2),
         (TOKENS[:, :-1], TOKENS[:, 2:], 2),
+        (TOKENS, padded(TOKENS[:, 1:5]), 1),
+        (TOKENS, padded(TOKENS[:, 2:6]), 2),
+        (TOKENS, padded(TOKENS[:, 1:2]), None),
         (TOKENS, TOKENS.flip(1), None),
-        (TOKENS, TOKENS.masked_fill(TOKENS % 5 > 0, -100), None),
+        (TOKENS, TOKENS.flip(1).masked_fill(TOKENS % 5 > 3, -100), None),
     ],
 )
 def test_shift_of_targets_is_found(inputs: Tensor, targets: Tensor, expected: int | None, length: int) -> None:
