@@ -312,4 +312,4 @@ def _loss_rose(history: History, step: int) -> bool:
         median_of(history.loss.between(step - 20, step - 1)),
         median_of(history.loss.between(step, step + 9)),
     )
-    return after > 1.2 * before
+    return after > before + 0.2 * abs(before)

@@ -198,7 +198,7 @@ class WarmUpTooLong(Detector):
     applies_to = "schedules that start below the learning rate of the optimizer"
     thresholds = {
         "level": Threshold(0.2, "of the learning rate that was set; warm-ups of 5 to 10 % have ended by then"),
-        "share": Threshold(0.5, "of the planned steps, or all steps of a run that is over"),
+        "share": Threshold(0.5, "of the planned steps; without a plan, the end of the run"),
     }
     needs = ("training_metrics",)
     explains = frozenset({"loss-not-falling", "no-better-than-uniform", "learning-rate-too-low", "learning-rate-zero"})
@@ -211,12 +211,11 @@ class WarmUpTooLong(Detector):
         if not isinstance(target, (int, float)) or len(curve) < 20 or not is_warming_up(history):
             return
         planned = history.planned_steps or 0
-        if not history.is_over and not (planned and history.step >= self.limit("share") * planned):
-            return
-        if curve.last >= self.limit("level") * target:
+        is_late = history.step >= self.limit("share") * planned if planned else history.is_over
+        if not is_late or curve.last >= self.limit("level") * target:
             return
         yield self.finding(
-            "warning",
+            "warning" if planned else "info",  # a run without a plan may be the start of a longer one
             curve.first_step,
             f"The warm-up is longer than the training: after {history.step:,} steps the learning rate is "
             f"{curve.last:.3g}, still rising, and {target:.3g} was set.",

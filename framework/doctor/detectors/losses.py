@@ -521,7 +521,7 @@ class LossNotFalling(Detector):
 
 @DetectorRegistry.register
 class LossSpike(Detector):
-    """Reports spikes of the loss from which it did not recover at once."""
+    """Reports spikes of the loss from which it did not recover at once, as a remark if it has recovered since."""
 
     name = "loss-spike"
     symptom = "The loss spikes"
@@ -543,10 +543,11 @@ class LossSpike(Detector):
         if not alerts:
             return
         alert = alerts[0]
-        rows = alert.get("rows") or []
+        rows, step = alert.get("rows") or [], int(alert["step"] or 0)
+        before = median_of(history.loss.between(step - 20, step - 1))
         yield self.finding(
-            "warning",
-            int(alert["step"] or 0),
+            "info" if end_level(history.loss) <= before + 0.1 * abs(before) else "warning",  # it has recovered since
+            step,
             f"{alert['sentence'].rstrip('.')}, and {len(alerts) - 1} times later."
             if len(alerts) > 1
             else alert["sentence"],

@@ -335,4 +335,28 @@ def test_warm_ups_longer_than_training_are_found(rates: list[float], expected: b
     history.add(120, {"training_metrics/lr": Series(list(range(1, 121)), rates)})
     assert "warm-up-too-long" not in severities(history)
     history.status = "complete"
-    assert ("warm-up-too-long" in severities(history)) is expected
+    assert severities(history).get("warm-up-too-long") == ("info" if expected else None)
+    history.planned_steps = 120
+    assert severities(history).get("warm-up-too-long") == ("warning" if expected else None)
+    history.planned_steps = 20_000
+    assert "warm-up-too-long" not in severities(history)
+
+
+def test_spikes_that_have_recovered_are_remarks() -> None:
+    alert = {"hook": "loss_spikes", "metric": "loss_rise", "step": 60, "value": 0.4, "limit": 0.25}
+    for last, severity in ((0.5, "info"), (2.0, "warning")):
+        history = History()
+        losses = [1.0] * 59 + [3.0] * 20 + [last] * 40
+        history.add(119, {"training_checks/loss": Series(list(range(1, 120)), losses)})
+        history.alerts.append(alert | {"sentence": "The loss has not recovered.", "severity": "warning"})
+        assert severities(history)["loss-spike"] == severity
+
+
+@pytest.mark.parametrize(("last", "expected"), [(-1.0, False), (-0.5, True)], ids=["falls", "rises"])
+def test_negative_losses_may_fall_after_jumps(last: float, expected: bool) -> None:
+    """Twenty percent of a negative loss are added, not multiplied."""
+    history = History({"groups": [{"optimizer": "Adam", "lr": 1e-3}]})
+    steps = list(range(1, 121))
+    history.add(120, {"training_checks/grad_norm": Series(steps, [1.0] * 80 + [50.0] * 40)})
+    history.add(120, {"training_checks/loss": Series(steps, [-0.9] * 80 + [last] * 40)})
+    assert ("gradient-jump" in severities(history)) is expected

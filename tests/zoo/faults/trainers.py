@@ -58,7 +58,7 @@ def trainer_labels_are_all_ignored(recorder: Recorder) -> None:
     trainer.train()
 
 
-@fault("gpt", ("labels-shifted-twice",), way="hugging face", hidden=True)
+@fault("gpt", causes.WRONG_SHIFT, way="hugging face")
 def trainer_labels_are_shifted_twice(recorder: Recorder) -> None:
     """The labels are shifted by one letter, and the model shifts them again."""
     rows = [

@@ -34,7 +34,7 @@ def trainer_with_padding_ignored(recorder: Recorder) -> None:
 def trainer_continues_a_trained_model(recorder: Recorder) -> None:
     """The Trainer fine-tunes a trained Llama at its default learning rate of 5e-5."""
     model = llama()
-    trainer_of(recorder, model, causal_rows(1600), learning_rate=5e-3).train()
+    trainer_of(recorder, model, causal_rows(1000), learning_rate=5e-3).train()
     trainer = trainer_of(recorder, model, padded_rows(1200, 3))
     recorder.attach(trainer)
     trainer.train()

@@ -85,13 +85,17 @@ class Adapted(nn.Module):
 def low_rank_adapters_on_a_frozen_gpt(recorder: Recorder) -> None:
     """Adapters of rank 4, whose second matrix starts at 0, adapt a trained and frozen GPT to rows with padding."""
     model = Gpt()
-    train_quietly(model, adamw(model, lr=3e-3), loader(text(1600), 16), letter_loss, epochs=1)
+    train_quietly(model, adamw(model, lr=3e-3), loader(text(800), 16), letter_loss, epochs=1)
     model.requires_grad_(False)
     for block in model.blocks:
         block.qkv, block.up = Adapted(block.qkv), Adapted(block.up)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     gpt_training(
-        lambda _: torch.optim.AdamW(trained, 5e-3), model, batches=loader(padded_sums(1600, 1), 16), loss=sum_loss
+        lambda _: torch.optim.AdamW(trained, 1e-2),
+        model,
+        batches=loader(padded_sums(1600, 1), 16),
+        loss=sum_loss,
+        epochs=4,
     ).run(recorder)
 
 
