@@ -70,6 +70,7 @@ def test_hugging_face_keeps_its_weights(tmp_path: Path) -> None:
     assert {"training_metrics/evaluation", "norms/total_grad_norm"} <= metrics
 
 
+@pytest.mark.slow
 @pytest.mark.trainer
 @LIBRARIES
 @own_process

@@ -105,6 +105,7 @@ def test_the_command_compares_all_strategies(trained: tuple[Path, str]) -> None:
     assert all(word in trained[1] for word in words)
 
 
+@pytest.mark.slow
 def test_quantised_strategies_count_and_all_clip(trained: tuple[Path, str]) -> None:
     for strategy in LowbitLMRunner.strategies:
         config, summary = (

@@ -172,7 +172,7 @@ def test_another_seed_gives_other_weights() -> None:
     assert not torch.equal(one, other)
 
 
-@pytest.mark.slow_rows("stride", "target")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [pytest.param(name, marks=slow_unless(name != "fixed-random")) for name in STRATEGIES]
 )

@@ -42,6 +42,7 @@ def test_documented_experiment_is_short_without_loop_code() -> None:
     assert not any(word in the_file().text for word in ("backward()", ".step()", "zero_grad", "epoch_loop"))
 
 
+@pytest.mark.slow
 def test_documented_commands_run_with_hooks(saved: Path, monkeypatch, capsys) -> None:
     """The random order reaches the target in fewer epochs than the outward order."""
     commands = [command for block in blocks(PAGE) for command in block.commands()]

@@ -67,6 +67,7 @@ def resumed(tmp_path_factory):
     return SimpleNamespace(store=folder / "store", name=f"only-{position['run_id'][:6]}")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_trackio_rows_arrive_once_after_resume(resumed):
     """Every row is stored at its step in one run; numbers that are not finite are kept."""
@@ -123,6 +124,7 @@ def test_unwritable_trackio_store_is_reported(tmp_path):
         sink.close("completed")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_several_clients_share_one_record(tmp_path, monkeypatch):
     """The record has every line once, in any order of the sinks."""

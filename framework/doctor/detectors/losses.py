@@ -545,8 +545,10 @@ class LossSpike(Detector):
         alert = alerts[0]
         rows, step = alert.get("rows") or [], int(alert["step"] or 0)
         before = median_of(history.loss.between(step - 20, step - 1))
+        after = history.loss.between(step + 1, history.step)
+        has_recovered = len(after) >= 10 and median_of(after[-5:]) <= before + 0.1 * abs(before)
         yield self.finding(
-            "info" if end_level(history.loss) <= before + 0.1 * abs(before) else "warning",  # it has recovered since
+            "info" if has_recovered else "warning",
             step,
             f"{alert['sentence'].rstrip('.')}, and {len(alerts) - 1} times later."
             if len(alerts) > 1

@@ -195,6 +195,7 @@ def check(machine: type[Lives], examples: int, length: int) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("runner", [Small, SmallSteps])

@@ -64,7 +64,7 @@ def test_plugin_text_sends_no_terminal_control_codes(words: list[str], tmp_path:
 ENDS = {"closed": ">&-", "both closed": ">&- 2>&-", "gone": "| true", "full": "> /dev/full"}
 
 
-@pytest.mark.slow_rows("list-closed")
+@pytest.mark.slow_rows("list-closed", "list-full", "list-both closed")
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.process

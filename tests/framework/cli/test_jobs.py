@@ -68,6 +68,7 @@ def test_failed_runs_do_not_affect_others(tmp_path: Path) -> None:
     assert rows_and_weights(runs / "seed-1") == rows_and_weights(alone(tmp_path / "alone", "--seed", "1"))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_ctrl_c_checkpoints_all_runs_for_resume(tmp_path, monkeypatch) -> None:
     """Each run is marked as interrupted, and a resumed one ends like an uninterrupted run."""

@@ -91,6 +91,7 @@ def assert_alike(alone: Path, together: Path) -> None:
         assert numbers == pytest.approx(expected_numbers, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ddp_processes_match_one_process(tmp_path):
     """Weights and records agree within tolerance, the results are printed once, and the run folders hold the same

@@ -394,6 +394,7 @@ class Again(TrainingHook):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_rerun_cell_replaces_its_hook(tmp_path):
     """Code without a file may define a hook again, while a script with two equal names is refused."""

@@ -124,6 +124,7 @@ def made(names: list[str], case: Case) -> list[TrainingHook]:
     "batchnorm_mlp-adamw_foreach-epoch-quiet",
     "transformer-adamw_foreach-epoch-committing",
     "tied-adamw_foreach-step-committing",
+    "batchnorm_mlp-adamw_foreach-epoch-committing",
 )
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
@@ -156,7 +157,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.slow_rows("('epoch', 'step 6')-quiet")
+@pytest.mark.slow
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize(("loop", "where", "names"), ROWS)
 @own_process

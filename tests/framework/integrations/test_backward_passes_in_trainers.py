@@ -28,6 +28,7 @@ def reader(passes: list[tuple[BackwardPass, ...]]) -> SpyHook:
     return hook
 
 
+@pytest.mark.slow
 def test_trainer_of_transformers_divides_by_tokens(tmp_path: Path) -> None:
     passes: list[tuple[BackwardPass, ...]] = []
     traced(tmp_path, [reader(passes)], gradient_accumulation_steps=2)

@@ -200,6 +200,7 @@ def train(loop: Step, make: Any, out: Any = None, hooks: Any = (), **options: An
     return digests
 
 
+@pytest.mark.slow_rows("by_autograd-adamw")
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize(("loop", "make"), ALL, ids=IDS)
 def test_loops_with_own_gradients_keep_their_bits(tmp_path, loop, make):

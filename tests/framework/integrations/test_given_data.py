@@ -117,7 +117,7 @@ def train(given: Any, out: Any = None, count: int = 3, **options: Any) -> bytes:
     return weights + torch.get_rng_state().numpy().tobytes() + repr(random.getstate()).encode()
 
 
-@pytest.mark.slow_rows("callable", "global streams")
+@pytest.mark.slow_rows("callable", "global streams", "enclosed position", "generator")
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("kind", GIVEN)
@@ -131,7 +131,7 @@ def test_hooks_read_given_data_without_traces(tmp_path, monkeypatch, kind):
     assert results[0] == results[1]
 
 
-@pytest.mark.slow_rows("method-observers")
+@pytest.mark.slow_rows("method-observers", "method-full")
 @pytest.mark.some_rows(4)
 @pytest.mark.parametrize("group", ["observers", "full"])
 @pytest.mark.parametrize("kind", ["stream", "list", "method"])

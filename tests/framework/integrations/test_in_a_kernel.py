@@ -129,6 +129,7 @@ def test_import_leaves_the_interpreter_unchanged(outputs):
     assert shown(outputs["import"]) == ["True\n"]
 
 
+@pytest.mark.slow
 def test_training_updates_its_outputs_in_place(outputs):
     """A notebook cell shows one header, bar, table, result and folder."""
     header, bar, table, result, where = shown(outputs["train"])

@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow_rows("within an epoch-epoch")
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["epoch", pytest.param("step", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", some_of(SETTINGS, 3))
 def test_resumed_steps_have_the_numbers_of_trainer(tmp_path: Path, settings: str, loop: str) -> None:

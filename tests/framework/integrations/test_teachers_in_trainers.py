@@ -44,7 +44,7 @@ def isolated(made: Any, teacher: nn.Module, *inputs: Any, **options: Any) -> dic
     return {}
 
 
-@pytest.mark.slow_rows("declared")
+@pytest.mark.slow
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("options", [{}, {"also": lambda teacher: {"teacher": teacher}}], ids=["found", "declared"])
 def test_hooks_leave_teacher_of_trainer_unchanged(tmp_path, options):

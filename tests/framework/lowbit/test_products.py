@@ -289,7 +289,7 @@ def test_histories_follow_dtype_and_device_moves():
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.slow_rows("epoch")
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.filterwarnings("ignore:Step [0-9,]+")
 @own_process

@@ -61,6 +61,7 @@ def test_page_lists_rewinds_by_first_step(explanation: Explanation, run: Path) -
     assert "without the outlier rows" in explanation_text
 
 
+@pytest.mark.slow
 def test_rewind_curves_show_only_added_hooks(run: Path) -> None:
     """The stretch is a separate entry in the list of runs."""
     page = reported(run)

@@ -254,6 +254,7 @@ def test_error_on_one_rank_ends_all_ranks(ranks):
         assert step == (2 if "SNAPSHOT" in name else 0 if name in ("unsuited", "start") else 1)
 
 
+@pytest.mark.slow_rows("shard_results")
 @pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 def test_ranks_agree_on_steps_and_commits(ranks):

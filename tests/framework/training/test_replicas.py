@@ -104,6 +104,7 @@ def ranks(tmp_path_factory):
     return on_ranks(preserved_with_default_options, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("ranks-agree")
 def test_hooks_preserve_weights_on_every_rank(ranks):
     """Hooks leave the weights of every rank unchanged under DistributedDataParallel."""

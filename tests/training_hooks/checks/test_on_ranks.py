@@ -29,6 +29,7 @@ def rows(kind: str | None) -> list[tuple[Any, ...]]:
     return [row for row in found if not row[0].startswith(OF_DATA)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharded_models_give_the_same_numbers(tmp_path: Path, kind: str) -> None:
     expected = {(name, step): value for name, step, value in rows(None)}

@@ -94,6 +94,7 @@ def test_trace_matches_dense_hessian(name):
     assert abs(values["trace"] - hessian(ctx).trace()) < 4 * values["trace_error"]
 
 
+@pytest.mark.slow
 def test_density_matches_dense_hessian():
     """The spectral moments and the smoothed density agree with the exact spectrum."""
     options = {"batches": 9, "iterations": 12, "probes": 60, "density_probes": 60, "density_points": 40}
@@ -294,6 +295,7 @@ def test_single_batch_data_is_reported():
         measured(still_task(ORDERS["random"], 40), Sharpness(critical_passes=0))
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("hooks-are-independent")
 def test_metrics_do_not_depend_on_order():
     """At equal weights, three orders of the same rows agree in all metrics that are not preconditioned."""
@@ -307,6 +309,7 @@ def test_metrics_do_not_depend_on_order():
     assert measured(other, Sharpness(critical_passes=0))[0]["sharpness"] != found[0]["sharpness"]
 
 
+@pytest.mark.slow
 def test_bias_and_spread_match_dense_hessians():
     """The eigenvalues of groups of 4, 8 and 16 rows are compared with that of all 36 rows."""
     values, ctx = measured(still_task(ORDERS["random"]), Sharpness(batches=9, iterations=30, critical_passes=0))

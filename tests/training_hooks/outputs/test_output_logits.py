@@ -211,6 +211,7 @@ def test_run_has_the_bytes_of_the_bare_run(name):
     assert not differences(without_on_demand(hooked.digest()), without_on_demand(bare.digest()))
 
 
+@pytest.mark.slow_rows("True")
 @pytest.mark.trainer
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_models_have_the_same_measures(reentrant):

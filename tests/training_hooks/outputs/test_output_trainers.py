@@ -22,7 +22,7 @@ def make_hooks() -> list[TrainingHook]:
     return [OutputLogits(interval=1), TokenLoss(interval=1)]
 
 
-@pytest.mark.slow_rows("plain")
+@pytest.mark.slow
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "bf16": True}], ids=["plain", "bf16, 2"])
 def test_trainer_of_hugging_face_is_measured_unchanged(tmp_path: Path, options: dict[str, Any]) -> None:

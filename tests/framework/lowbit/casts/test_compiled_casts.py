@@ -113,7 +113,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, cast: Cast, values: Tensor, **optio
     check_same(everything(cast, values, **options), uncompiled(monkeypatch, cast, values, **options))
 
 
-@pytest.mark.slow_rows("block-gaussian", "block-hostile")
+@pytest.mark.slow
 @pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("values", INPUTS.values(), ids=INPUTS)
