@@ -7,7 +7,7 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from .levels import CHECKS, median_of
+from .levels import CHECKS, FEW_CLASSES, classes_of_batches, median_of
 from .losses import TrainValidationDiverging
 
 
@@ -50,14 +50,17 @@ class RowsRepeated(Detector):
 
 @DetectorRegistry.register
 class OneClassBatches(Detector):
-    """Finds batches that contain a single class each."""
+    """Finds batches that contain a single class each, or far fewer classes than random rows would."""
 
     name = "batches-of-one-class"
     symptom = "The loss goes up and down with the order of the data"
-    cause = "The data are sorted by class and not shuffled, so every batch pulls towards one class: set shuffle=True."
+    cause = "The data are sorted by class and not shuffled, so every batch pulls towards few classes: set shuffle=True."
     source = "Bengio, arXiv 1206.5533, section 3.1: shuffle"
     applies_to = "classification with integer targets"
-    thresholds = {"share": Threshold(0.75, "of the checked batches; shuffled batches of 8 rows have one class rarely")}
+    thresholds = {
+        "share": Threshold(0.75, "of the checked batches; shuffled batches of 8 rows have one class rarely"),
+        "classes": Threshold(FEW_CLASSES, "of the classes that a batch of equally frequent ones would have"),
+    }
     needs = (CHECKS,)
     explains = frozenset(
         {
@@ -67,27 +70,39 @@ class OneClassBatches(Detector):
             "exploding-gradients",
             "learning-rate-too-high",
             "loss-rising",
+            "activations-grow",
+            "warm-up-missing",
+            "train-validation-diverging",
             "gradient-jump",
             "no-better-than-uniform",
         }
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if most checked batches had one class, and the loss has more than one."""
+        """Return a finding if most checked batches had one class or few, and the loss has many."""
         curve = history.curve(f"{CHECKS}/single_class_batch_fraction")
         rows = history.settings.get("batch_size") or 0
         classes = history.last(f"{CHECKS}/class_count")
-        if curve.last_step < 3 or not curve.last > self.limit("share") or rows < 8 or not classes > 1:
+        if curve.last_step < 3 or rows < 8 or not classes > 1:
             return
-        yield self.finding(
-            "warning",
-            1,
-            f"In {curve.last:.0%} of the checked batches all targets are the same class: the data are sorted and not "
-            "shuffled, or all labels are equal.",
-            "Set shuffle=True in the DataLoader.",
-            Evidence(f"{CHECKS}/single_class_batch_fraction", curve.last, self.limit("share"), "0"),
-            confidence=0.9,
-        )
+        if curve.last > self.limit("share"):
+            problem = (
+                f"In {curve.last:.0%} of the checked batches all targets are the same class: the data are sorted and "
+                "not shuffled, or all labels are equal."
+            )
+            evidence = Evidence(f"{CHECKS}/single_class_batch_fraction", curve.last, self.limit("share"), "0")
+        else:
+            few = classes_of_batches(history)
+            if few is None or few[0] >= self.limit("classes") * few[1]:
+                return
+            found, expected = few
+            problem = (
+                f"A batch of {rows} rows has {found:g} of {classes:g} classes in the median, where random rows would "
+                f"have about {expected:.0f}: the data are sorted by class and not shuffled."
+            )
+            limit = self.limit("classes") * expected
+            evidence = Evidence(f"{CHECKS}/target_class_count", found, limit, f"about {expected:.0f}")
+        yield self.finding("warning", 1, problem, "Set shuffle=True in the DataLoader.", evidence, confidence=0.9)
 
 
 @DetectorRegistry.register

@@ -8,7 +8,7 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
-from .levels import gradient_norms, loss_fall, median_of, start_level, uniform_loss, update_ratios
+from .levels import gradient_norms, is_sorted_by_class, loss_fall, median_of, start_level, uniform_loss, update_ratios
 
 LR = "training_metrics/lr"
 LARGE_GROWTH = 2.5
@@ -441,6 +441,8 @@ class WarmUpMissing(Detector):
         loss, curve = history.loss, lr_curve(history)
         is_classifier = history.last("training_checks/class_count") > 1  # losses of regressions are noisier
         if not (history.is_adam_like and is_classifier) or len(loss) < 40 or loss.first_nonfinite is not None:
+            return
+        if is_sorted_by_class(history):  # then the loss rises with each new class
             return
         has_warm_up = len(curve) > 1 and curve.first < 0.5 * float(np.nanmax(curve.values))
         early = loss.values[1 : max(11, len(loss) // 10)]

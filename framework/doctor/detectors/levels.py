@@ -8,6 +8,8 @@ from ..history import Curve, History
 
 CHECKS = "training_checks"
 """The hook whose metrics most detectors read."""
+FEW_CLASSES = 0.2
+"""Share of the expected classes of a batch below which its rows are not a random draw."""
 
 
 def median_of(values: "np.typing.NDArray[np.float64]") -> float:
@@ -51,6 +53,26 @@ def uniform_loss(history: History) -> float:
     """Return ln(C) of a cross-entropy over C classes, the loss of equal probabilities; NaN for other losses."""
     loss = history.last("training_checks/uniform_loss")
     return loss if loss > 0 else math.nan
+
+
+def classes_of_batches(history: History) -> tuple[float, float] | None:
+    """Return the median number of classes in a batch, and the expected one if all were equally frequent.
+
+    ``None`` for tokens, whose frequencies differ, and for fewer than 8 expected classes.
+    """
+    rows, classes = history.settings.get("batch_size") or 0, history.last(f"{CHECKS}/class_count")
+    are_tokens = any(len(history.curve(f"{CHECKS}/{name}")) for name in ("padding_fraction", "target_shift"))
+    if are_tokens or not classes > 1:
+        return None
+    found = median_of(history.curve(f"{CHECKS}/target_class_count").values)
+    expected = float(classes * (1 - (1 - 1 / classes) ** rows))
+    return (found, expected) if expected >= 8 and found > 0 else None
+
+
+def is_sorted_by_class(history: History) -> bool:
+    """Return whether batches have far fewer classes than random rows would."""
+    counts = classes_of_batches(history)
+    return counts is not None and counts[0] < FEW_CLASSES * counts[1]
 
 
 def update_ratios(history: History) -> Curve:

@@ -644,8 +644,8 @@ class TrainValidationDiverging(Detector):
     def _generalises(self, history: History, best_step: int) -> bool:
         """Return whether the validation accuracy still rises, or is not far below that of the training."""
         accuracy = history.curve("training_metrics/val_acc")
-        halfway = (best_step + accuracy.last_step) // 2
-        is_rising = accuracy.last > accuracy.at(halfway) + self.limit("gain")
+        recent = accuracy.last_step - (accuracy.last_step - best_step) // 4
+        is_rising = accuracy.last > accuracy.at(recent) + self.limit("gain")
         return is_rising or history.last("training_metrics/train_acc") - accuracy.last < self.limit("gap")
 
     def _finding(self, step: int, why: str, *evidence: Evidence) -> Finding:

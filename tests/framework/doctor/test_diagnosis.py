@@ -360,3 +360,20 @@ def test_negative_losses_may_fall_after_jumps(last: float, expected: bool) -> No
     history.add(120, {"training_checks/grad_norm": Series(steps, [1.0] * 80 + [50.0] * 40)})
     history.add(120, {"training_checks/loss": Series(steps, [-0.9] * 80 + [last] * 40)})
     assert ("gradient-jump" in severities(history)) is expected
+
+
+@pytest.mark.parametrize(
+    ("found", "classes", "expected"),
+    [(2, 97, True), (28, 97, False), (2, 3, False), (8, 97, False)],
+    ids=["sorted", "shuffled", "few classes", "frequent classes"],
+)
+def test_batches_of_few_classes_are_sorted(found: int, classes: int, expected: bool) -> None:
+    """A batch of 32 random rows of 97 equally frequent classes has 27 of them."""
+    history = History()
+    history.settings = {"batch_size": 32}
+    for step in (1, 2, 3, 5):
+        numbers = {"class_count": classes, "target_class_count": found, "single_class_batch_fraction": 0.0}
+        history.add(step, {f"training_checks/{name}": value for name, value in numbers.items()})
+    assert ("batches-of-one-class" in severities(history)) is expected
+    history.add(6, {"training_checks/padding_fraction": 0.0})
+    assert "batches-of-one-class" not in severities(history)
