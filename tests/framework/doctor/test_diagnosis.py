@@ -377,3 +377,9 @@ def test_batches_of_few_classes_are_sorted(found: int, classes: int, expected: b
     assert ("batches-of-one-class" in severities(history)) is expected
     history.add(6, {"training_checks/padding_fraction": 0.0})
     assert "batches-of-one-class" not in severities(history)
+
+
+def test_huge_integers_are_infinite() -> None:
+    history = History()
+    history.add(1, {"a/number": 10**400, "a/series": Series([1], [-(10**400)])})
+    assert (history.last("a/number"), history.last("a/series")) == (math.inf, -math.inf)
