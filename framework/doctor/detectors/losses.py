@@ -546,7 +546,7 @@ class LossSpike(Detector):
         rows, step = alert.get("rows") or [], int(alert["step"] or 0)
         before = median_of(history.loss.between(step - 20, step - 1))
         after = history.loss.between(step + 1, history.step)
-        has_recovered = len(after) >= 10 and median_of(after[-5:]) <= before + 0.1 * abs(before)
+        has_recovered = len(after) >= 10 and median_of(after[len(after) // 2 :]) <= before + 0.1 * abs(before)
         yield self.finding(
             "info" if has_recovered else "warning",
             step,
