@@ -46,7 +46,7 @@ VIEWS = frozenset(
 REDUCTIONS = {0: "", 1: "mean", 2: "sum"}  # at::Reduction
 ELEMENTWISE = frozenset(
     {"Mean", "Sum", "Div", "Mul", "Add", "Neg", "Pow", "Abs", "Sqrt", "Exp", "Log", "Log1P", "Sub", "Rsub", "Clamp"}
-    | {"Where", "LogSigmoid", "Softplus", "Huber", "MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"}
+    | {"Where", "LogSigmoid", "Softplus", "MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"}
     | {"Expand", "Squeeze", "View", "UnsafeView", "ReshapeAlias", "ToCopy", "Clone"}
 )
 """Nodes of a loss that compares outputs and targets element by element."""
@@ -54,7 +54,9 @@ BROADCASTING = frozenset({"Sub", "Rsub", "Mul", "Div", "Expand"})
 MOST_NODES_OF_MODEL = 20_000
 """Nodes visited in the search for attention."""
 BEFORE_SOFTMAX = VIEWS | {"Mul", "Div", "NativeDropout"}
-"""Nodes between the products of queries and keys and their softmax that are no mask."""
+"""Nodes between the products of queries and keys and their softmax that are not masks."""
+MASKED = -1e3
+"""Number added to the scores of pairs below which they are masked."""
 LARGEST_SCALE = 5.0
 """Factor of logits up to which a cross-entropy starts near that of equal probabilities."""
 SOFT_CROSS_ENTROPY = ("Div", "Neg", "Sum", "Mul", "LogSoftmax")
@@ -324,9 +326,9 @@ def _is_broadcast(nodes: list[Any], names: list[str]) -> bool:
 
 
 def _attention_facts(root: Any) -> dict[str, Any]:
-    """Return the number of attention operations over equally many queries and keys, and of those without a mask."""
-    masked = [is_masked for node in _all_nodes(root) if (is_masked := _is_masked_attention(node)) is not None]
-    return {"attention_count": len(masked), "unmasked_attention_count": masked.count(False)}
+    """Return the number of attention operations over as many queries as keys, and of those that look ahead."""
+    found = [looks_ahead for node in _all_nodes(root) if (looks_ahead := _looks_ahead(node)) is not None]
+    return {"attention_count": len(found), "look_ahead_count": found.count(True)}
 
 
 def _all_nodes(root: Any) -> Iterator[Any]:
@@ -342,20 +344,56 @@ def _all_nodes(root: Any) -> Iterator[Any]:
         waiting += new
 
 
-def _is_masked_attention(node: Any) -> bool | None:
-    """Return whether an attention operation has a mask or a bias; ``None`` for other nodes and for cross-attention."""
-    name = operation_of(node)
-    if name.startswith("ScaledDotProduct"):
-        shapes = [_saved(node, argument) for argument in ("query", "key")]
-        if not all(isinstance(tensor, Tensor) for tensor in shapes) or shapes[0].shape[-2] != shapes[1].shape[-2]:
-            return None
-        bias = next((item for kind in ("mask", "bias") if (item := _saved(node, f"attn_{kind}")) is not None), None)
-        return bool(getattr(node, "_saved_is_causal", True)) or bias is not None
+def _looks_ahead(node: Any) -> bool | None:
+    """Return whether positions see later ones in an attention operation; ``None`` for other nodes.
+
+    Masks that cannot be read count as causal. Attention over other numbers of keys than queries is left out.
+    """
+    if operation_of(node).startswith("ScaledDotProduct"):
+        return _fused_looks_ahead(node)
     shape = _output(node)[0]
-    if name not in ("Softmax", "SafeSoftmax") or len(shape) < 3 or shape[-1] != shape[-2] or shape[-1] < 2:
+    if operation_of(node) not in ("Softmax", "SafeSoftmax") or len(shape) < 3 or shape[-1] != shape[-2]:
         return None
     while len(inputs := _inputs(node)) == 1:
         (node,) = inputs
-        if operation_of(node) not in BEFORE_SOFTMAX:
-            return operation_of(node) != "Bmm"
-    return True
+        name = operation_of(node)
+        if name == "Bmm":
+            return True
+        if name not in BEFORE_SOFTMAX and not _is_open_mask(node, name):
+            return False
+    return False
+
+
+def _fused_looks_ahead(node: Any) -> bool | None:
+    query, key = (_saved(node, argument) for argument in ("query", "key"))
+    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.shape[-2] != key.shape[-2]:
+        return None
+    if getattr(node, "_saved_is_causal", True):
+        return False
+    mask = next((item for kind in ("mask", "bias") if (item := _saved(node, f"attn_{kind}")) is not None), None)
+    return mask is None or _lets_see_ahead(mask)
+
+
+def _is_open_mask(node: Any, name: str) -> bool:
+    """Return whether a node between scores and softmax is a mask through which positions see later ones."""
+    if name == "MaskedFill":
+        return _lets_see_ahead(_saved(node, "mask"), allowed=False)
+    # Of the two arguments of torch.where, the scores are the one with a gradient.
+    are_first = node.next_functions[0][0] is not None
+    return name == "Where" and _lets_see_ahead(_saved(node, "condition"), allowed=are_first)
+
+
+def _lets_see_ahead(mask: Any, *, allowed: bool = True) -> bool:
+    """Return whether a mask lets the last position but one see the last one, in any row of the batch.
+
+    Masks of padding do for rows without padding, causal masks and those with a prefix do not.
+
+    Args:
+        mask: booleans, or numbers that are added to the scores, shape (..., queries or 1, keys).
+        allowed: the boolean of pairs that are not masked.
+    """
+    if not isinstance(mask, Tensor) or mask.device.type != "cpu" or not mask.ndim or mask.shape[-1] < 2:
+        return False
+    last = mask[..., -1]
+    entries = last[..., -2] if last.ndim and last.shape[-1] > 1 and mask.ndim > 1 else last
+    return bool(((entries == allowed) if mask.dtype is torch.bool else (entries > MASKED)).any())

@@ -43,9 +43,9 @@ class BackwardPass(NamedTuple):
     is_broadcast: bool = False
     """Whether N outputs meet N targets in N × N pairs, as shapes (N, 1) and (N,) do."""
     attention_count: int = 0
-    """Number of attention operations of the model over equally many queries and keys that the graph shows."""
-    unmasked_attention_count: int = 0
-    """Number of those without a mask or bias, in which each position sees all others."""
+    """Number of attention operations of the model over as many queries as keys that the graph shows."""
+    look_ahead_count: int = 0
+    """Number of those in which positions see later ones: without a mask, or with one of padding only."""
     is_float16: bool = False
     """Whether a tensor on the path is float16, as under autocast."""
     leftover_gradients: tuple[str, ...] = ()

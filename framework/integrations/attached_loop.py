@@ -442,7 +442,7 @@ class AttachedLoop:
             if named and len(named) == len(numbers):
                 self.driver.record_evaluation(named)
             has_numbers = bool(named) and len(named) < len(numbers)
-            problem = "values that are no numbers, so that none of its values is recorded"
+            problem = "values that are not numbers, so that none of its values is recorded"
         else:
             items = result if isinstance(result, (tuple, list)) else [result]
             has_numbers = any(as_number(item) is not None for item in items if not isinstance(item, bool))

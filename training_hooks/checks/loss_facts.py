@@ -46,10 +46,9 @@ def _averaging(passes: Sequence[BackwardPass]) -> dict[str, float]:
 
 
 def attention_facts(passes: Sequence[BackwardPass]) -> dict[str, float]:
-    """Return the share of attention operations without a mask; nothing for models without attention."""
+    """Return the share of attention operations that look ahead; nothing for models without attention."""
     count = sum(one.attention_count for one in passes)
-    unmasked = sum(one.unmasked_attention_count for one in passes)
-    return {"unmasked_attention_fraction": unmasked / count} if count else {}
+    return {"look_ahead_fraction": sum(one.look_ahead_count for one in passes) / count} if count else {}
 
 
 def is_summed(one: BackwardPass, micro_batches: int, rows: int) -> bool:

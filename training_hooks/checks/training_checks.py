@@ -106,18 +106,18 @@ class TrainingChecks(TrainingHook):
             | 0 with several micro-batches: their gradients add up, as with a larger learning rate.
         loss_is_broadcast | 1 if the loss compares N outputs with N targets in N · N pairs, else 0 | {0, 1}
             | 1: outputs of shape (N, 1) meet targets of shape (N,), so that each output is compared with all targets.
-        unmasked_attention_fraction | attention operations without a mask or bias / all attention operations over
-            equally many queries and keys; reported for models whose graph shows attention | [0, 1]
+        look_ahead_fraction | attention operations in which positions see later ones / all attention operations over as
+            many queries as keys; reported for models whose graph shows attention | [0, 1]
             | 1 with target_shift 1: the model sees the tokens that it should predict.
         target_shift | positions by which the first targets of the cross-entropy are shifted against the first row of
-            inputs; reported for tokens with unmasked_attention_fraction, if one of the values fits | {0, 1, 2}
+            inputs; reported with look_ahead_fraction, for inputs of tokens, if one of these shifts fits | {0, 1, 2}
             | 1: next tokens. 0 with a causal mask: the model learns to copy its input. 2: shifted twice.
         logits_rectified | 1 if a ReLU is applied to the logits of the loss, else 0 | {0, 1}
             | 1: no logit can be negative, and those that are 0 get no gradient.
         normalised_over_rows | 1 if the log-softmax of a cross-entropy runs over the rows of the batch, else 0 | {0, 1}
             | 1: the argument dim of the softmax is wrong.
         class_count | C, the number of classes of a cross-entropy, else 0 | 0, 1, 2, … | Should be that of the data.
-        uniform_loss | ln C; reported for a cross-entropy without further terms and scaled logits | [0, ∞)
+        uniform_loss | ln C; reported for a cross-entropy without further terms or scaled logits | [0, ∞)
             | The loss of equal probabilities, which the first losses should be near. Much larger first losses: the
             initialisation of the output layer. A loss that stays there: nothing is learned.
         input_mean | mean of the elements of x; reported for floating-point inputs | (−∞, ∞)
@@ -230,7 +230,7 @@ class TrainingChecks(TrainingHook):
         facts = loss_facts(ctx.backward_passes, rows)
         if ctx.backward_passes and ctx.step > 1:
             facts["leftover_gradient_count"] = len(ctx.backward_passes[0].leftover_gradients)
-        if "unmasked_attention_fraction" in facts:
+        if "look_ahead_fraction" in facts:
             facts |= token_facts(parts, ctx.backward_passes)
         metrics |= facts | self._data_metrics(parts, ctx) | module_modes(ctx.model)
         return metrics

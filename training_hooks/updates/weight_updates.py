@@ -60,9 +60,9 @@ class WeightUpdates(TrainingHook):
     gradient was ever above the threshold; a norm of exactly 0 counts at two checks in a row. Frozen: the parameter has
     a gradient, and its learning rate is not 0. Rounded away: at two checks in a row rounding removes more than half of
     the model's update, at a learning rate of at least a tenth of the highest. A bias counts as healthy
-    if its gradient vanishes and is at most 1e-4 times that of its weight, which does not vanish: so it is before a
-    normalisation, which removes the effect of the bias. The metrics still count it, and the notice at the end reports
-    it.
+    if its gradient vanishes and is at most 1e-4 times that of its weight, which does not vanish. This is usual before a
+    normalisation layer, which removes the effect of the bias. The metrics still count it, and the notice at the end
+    reports it.
 
     Assumes that a sample represents its parameter: events in a few elements of a large parameter show in exact mode
     only. If a gradient vanishes in the sample (for example in an embedding, if no sampled row had a token), the hook

@@ -7,7 +7,7 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from .levels import CHECKS, FEW_CLASSES, classes_of_batches, median_of
+from .levels import CHECKS, FEW_CLASSES, classes_of_batches, is_sorted_by_class, median_of
 from .losses import TrainValidationDiverging
 
 
@@ -49,10 +49,10 @@ class RowsRepeated(Detector):
 
 
 @DetectorRegistry.register
-class OneClassBatches(Detector):
+class SortedByClass(Detector):
     """Finds batches that contain a single class each, or far fewer classes than random rows would."""
 
-    name = "batches-of-one-class"
+    name = "data-sorted-by-class"
     symptom = "The loss goes up and down with the order of the data"
     cause = "The data are sorted by class and not shuffled, so every batch pulls towards few classes: set shuffle=True."
     source = "Bengio, arXiv 1206.5533, section 3.1: shuffle"
@@ -92,10 +92,10 @@ class OneClassBatches(Detector):
             )
             evidence = Evidence(f"{CHECKS}/single_class_batch_fraction", curve.last, self.limit("share"), "0")
         else:
-            few = classes_of_batches(history)
-            if few is None or few[0] >= self.limit("classes") * few[1]:
+            counts = classes_of_batches(history)
+            if counts is None or not is_sorted_by_class(history):
                 return
-            found, expected = few
+            found, expected = counts
             problem = (
                 f"A batch of {rows} rows has {found:g} of {classes:g} classes in the median, where random rows would "
                 f"have about {expected:.0f}: the data are sorted by class and not shuffled."

@@ -54,7 +54,7 @@ class WithoutGradient(Detector):
             return
         count = int(missing.first if is_early else never.last)
         share = count / trainable
-        # The bias of an output cancels in losses of differences, such as those of pairs and of Wasserstein critics.
+        # An output's bias cancels in losses that use only differences of outputs, as for pairs and Wasserstein critics.
         is_bias = len(names) == count == 1 and names[0].endswith("bias") and missing.last == 0
         yield self.finding(
             "info" if is_bias else "critical" if share > 0.5 else "warning",

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Iterable
+from typing import ClassVar
 
 import numpy as np
 
+from ...hooks import Severity
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
@@ -12,8 +14,32 @@ from .learning_rates import is_warming_up
 from .levels import CHECKS, end_level, falls_short, loss_fall, median_of, start_level, uniform_loss
 
 
+class LossGraphDetector(Detector):
+    """Finds a property of the loss that is always a mistake, and that its autograd graph shows.
+
+    Subclasses set what the finding says.
+    """
+
+    metric: ClassVar[str]
+    """The metric of ``training_checks`` that is 1 if the graph has the property."""
+    severity: ClassVar[Severity] = "critical"
+    why: ClassVar[str]
+    remedy: ClassVar[str]
+    confidence: ClassVar[float]
+    needs = (CHECKS,)
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the newest check found the property."""
+        curve = history.curve(f"{CHECKS}/{self.metric}")
+        if curve.last > 0:
+            evidence = Evidence(f"{CHECKS}/{self.metric}", 1, 0, "0")
+            yield self.finding(
+                self.severity, curve.first_step, self.why, self.remedy, evidence, confidence=self.confidence
+            )
+
+
 @DetectorRegistry.register
-class DoublyNormalised(Detector):
+class DoublyNormalised(LossGraphDetector):
     """Finds a softmax before a loss that contains one, or a sigmoid likewise."""
 
     name = "softmax-applied-twice"
@@ -23,27 +49,18 @@ class DoublyNormalised(Detector):
         "the logits from the model."
     )
     source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
-    needs = (CHECKS,)
     explains = frozenset({"loss-not-falling", "no-better-than-uniform", "vanishing-gradients", "learning-rate-too-low"})
-
-    def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the graph of the loss normalises twice."""
-        curve = history.curve(f"{CHECKS}/doubly_normalised")
-        if not curve.last > 0:
-            return
-        yield self.finding(
-            "critical",
-            curve.first_step,
-            "The model's output passes through a softmax or sigmoid, and the loss applies another one, so that its "
-            "gradients are small and the loss cannot approach 0.",
-            "Remove the softmax or sigmoid from the model: cross_entropy and BCEWithLogitsLoss take logits.",
-            Evidence(f"{CHECKS}/doubly_normalised", 1, 0, "0"),
-            confidence=0.97,
-        )
+    metric = "doubly_normalised"
+    why = (
+        "The model's output passes through a softmax or sigmoid, and the loss applies another one, so that its "
+        "gradients are small and the loss cannot approach 0."
+    )
+    remedy = "Remove the softmax or sigmoid from the model: cross_entropy and BCEWithLogitsLoss take logits."
+    confidence = 0.97
 
 
 @DetectorRegistry.register
-class LossBroadcast(Detector):
+class LossBroadcast(LossGraphDetector):
     """Finds a loss that compares every output with every target of the batch."""
 
     name = "loss-broadcast"
@@ -54,7 +71,6 @@ class LossBroadcast(Detector):
     )
     source = "torch.nn.functional.mse_loss warns about different sizes; PyTorch's broadcasting semantics"
     applies_to = "losses that compare outputs and targets element by element"
-    needs = (CHECKS,)
     explains = frozenset(
         {
             "loss-not-falling",
@@ -65,32 +81,24 @@ class LossBroadcast(Detector):
             "parameters-without-gradient",
         }
     )
-
-    def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the graph of the loss has such a step."""
-        curve = history.curve(f"{CHECKS}/loss_is_broadcast")
-        if not curve.last > 0:
-            return
-        yield self.finding(
-            "critical",
-            curve.first_step,
-            "The shapes of outputs and targets differ, such as (N, 1) and (N,), and broadcast to N × N pairs: every "
-            "output is compared with every target of the batch, so that the model learns their mean.",
-            "Give both the same shape before the loss: outputs.squeeze(-1), or targets.unsqueeze(-1).",
-            Evidence(f"{CHECKS}/loss_is_broadcast", 1, 0, "0"),
-            confidence=0.97,
-        )
+    metric = "loss_is_broadcast"
+    why = (
+        "The shapes of outputs and targets differ, such as (N, 1) and (N,), and broadcast to N × N pairs: every "
+        "output is compared with every target of the batch, so that the model learns their mean."
+    )
+    remedy = "Give both the same shape before the loss: outputs.squeeze(-1), or targets.unsqueeze(-1)."
+    confidence = 0.97
 
 
 @DetectorRegistry.register
 class CausalMaskMissing(Detector):
-    """Finds attention without a mask in a model that is trained to predict the next token."""
+    """Finds attention without a causal mask in a model that is trained to predict the next token."""
 
     name = "causal-mask-missing"
     symptom = "The loss of a language model falls far too low, but generated text is bad"
     cause = (
-        "The targets are the next tokens of the inputs, but attention has no mask, so that each position sees its own "
-        "target. Pass is_causal=True, or a causal mask."
+        "The targets are the next tokens of the inputs, but attention has no causal mask, so that each position sees "
+        "its own target. Pass is_causal=True, or a causal mask."
     )
     source = "Vaswani et al., arXiv 1706.03762, section 3.2.3"
     applies_to = "models with attention that predict the next token, not compiled"
@@ -98,17 +106,17 @@ class CausalMaskMissing(Detector):
     explains = frozenset({"train-validation-diverging", "validation-better-than-training", "learning-rate-too-low"})
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if no attention operation has a mask."""
-        unmasked = history.curve(f"{CHECKS}/unmasked_attention_fraction")
-        if unmasked.last != 1 or history.last(f"{CHECKS}/target_shift") != 1:
+        """Return a finding if all attention operations look ahead."""
+        ahead = history.curve(f"{CHECKS}/look_ahead_fraction")
+        if ahead.last != 1 or history.last(f"{CHECKS}/target_shift") != 1:
             return
         yield self.finding(
             "critical",
-            unmasked.first_step,
+            ahead.first_step,
             "The targets are the next tokens of the inputs, but attention has no causal mask: every position sees the "
             "token that it should predict, which it will not see when text is generated.",
             "Use scaled_dot_product_attention(q, k, v, is_causal=True), or pass a causal mask to the layer.",
-            Evidence(f"{CHECKS}/unmasked_attention_fraction", 1, 1, "below 1"),
+            Evidence(f"{CHECKS}/look_ahead_fraction", 1, 1, "below 1"),
             confidence=0.9,
         )
 
@@ -131,7 +139,7 @@ class TargetsShiftedWrongly(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the shift is 0 or 2 at every checked step, and attention is masked."""
         shifts = history.curve(f"{CHECKS}/target_shift")
-        is_causal = history.last(f"{CHECKS}/unmasked_attention_fraction") < 1
+        is_causal = history.last(f"{CHECKS}/look_ahead_fraction") < 1
         if not len(shifts) or np.ptp(shifts.values) > 0 or shifts.last == 1 or not is_causal:
             return
         problem, remedy = (
@@ -156,7 +164,7 @@ class TargetsShiftedWrongly(Detector):
 
 
 @DetectorRegistry.register
-class LogitsRectified(Detector):
+class LogitsRectified(LossGraphDetector):
     """Finds a ReLU at the end of a classifier."""
 
     name = "relu-before-loss"
@@ -167,26 +175,16 @@ class LogitsRectified(Detector):
     )
     source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
     applies_to = "cross-entropies, and binary ones with logits"
-    needs = (CHECKS,)
     explains = frozenset({"dead-units", "loss-not-falling", "no-better-than-uniform", "parameters-without-gradient"})
-
-    def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the graph of the loss shows it."""
-        curve = history.curve(f"{CHECKS}/logits_rectified")
-        if not curve.last > 0:
-            return
-        yield self.finding(
-            "warning",
-            curve.first_step,
-            "The model ends with a ReLU: no logit can be negative, and a class whose logit is 0 gets no gradient.",
-            "Remove the ReLU after the last layer.",
-            Evidence(f"{CHECKS}/logits_rectified", 1, 0, "0"),
-            confidence=0.9,
-        )
+    metric = "logits_rectified"
+    severity = "warning"
+    why = "The model ends with a ReLU: no logit can be negative, and a class whose logit is 0 gets no gradient."
+    remedy = "Remove the ReLU after the last layer."
+    confidence = 0.9
 
 
 @DetectorRegistry.register
-class NormalisedOverRows(Detector):
+class NormalisedOverRows(LossGraphDetector):
     """Finds a log-softmax over the batch instead of the classes."""
 
     name = "softmax-over-batch"
@@ -197,23 +195,14 @@ class NormalisedOverRows(Detector):
     )
     source = "torch.nn.functional.log_softmax: dim"
     applies_to = "cross-entropies over a matrix of logits that is not square"
-    needs = (CHECKS,)
     explains = frozenset({"loss-not-falling", "no-better-than-uniform", "initial-loss-high"})
-
-    def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the graph of the loss shows it."""
-        curve = history.curve(f"{CHECKS}/normalised_over_rows")
-        if not curve.last > 0:
-            return
-        yield self.finding(
-            "critical",
-            curve.first_step,
-            "The log-softmax of the loss runs over the rows of the batch and not over the classes, so that the rows "
-            "compete for each class.",
-            "Use log_softmax(logits, dim=-1), or cross_entropy(logits, targets).",
-            Evidence(f"{CHECKS}/normalised_over_rows", 1, 0, "0"),
-            confidence=0.95,
-        )
+    metric = "normalised_over_rows"
+    why = (
+        "The log-softmax of the loss runs over the rows of the batch and not over the classes, so that the rows "
+        "compete for each class."
+    )
+    remedy = "Use log_softmax(logits, dim=-1), or cross_entropy(logits, targets)."
+    confidence = 0.95
 
 
 @DetectorRegistry.register
@@ -581,7 +570,7 @@ class TrainValidationDiverging(Detector):
     cause = (
         "The model memorises the training data. Stop at the best validation loss, use more or more varied data, weight "
         "decay or dropout, and check for rows that occur several times. A remark if the validation accuracy still "
-        "rises: then the model only becomes too certain of its errors, or generalises late."
+        "rises: the model may only be overconfident, or generalise late."
     )
     source = "early stopping, Prechelt 1998"
     thresholds = {

@@ -98,7 +98,7 @@ class DropoutTooStrong(Detector):
     symptom = "The training loss stays high, and the validation loss is far lower"
     cause = (
         "A dropout layer sets nearly all of its inputs to zero. The argument p of nn.Dropout is the probability of a "
-        "zero, not of keeping a value: usual are 0.1 to 0.5."
+        "zero, not of keeping a value; usual values are 0.1 to 0.5."
     )
     source = "Srivastava et al., Dropout, 2014, section 7.3: best between 0.2 and 0.6; torch.nn.Dropout: p"
     applies_to = "models with dropout"

@@ -55,13 +55,13 @@ class WithoutOptimizer(Detector):
 
 @DetectorRegistry.register
 class LayersNotRegistered(Detector):
-    """Finds layers in Python lists, tuples or dicts, and tensors that are no parameters."""
+    """Finds layers in Python lists, tuples or dicts, and tensors that are not parameters."""
 
     name = "layers-not-registered"
     symptom = "Some layers never change"
     cause = (
-        "Layers in a Python list, tuple or dict, and tensors with requires_grad that are no nn.Parameter, are not in "
-        "model.parameters(): they are not trained, saved or moved. Use nn.ModuleList, nn.ModuleDict or nn.Parameter."
+        "Layers in a Python list, tuple or dict, and tensors with requires_grad that are not an nn.Parameter, are not "
+        "in model.parameters(): they are not trained, saved or moved. Use nn.ModuleList, nn.ModuleDict or nn.Parameter."
     )
     source = "torch.nn.ModuleList: modules it contains are properly registered"
     explains = frozenset({"loss-not-falling", "no-better-than-uniform", "learning-rate-too-low"})

@@ -374,9 +374,9 @@ def test_batches_of_few_classes_are_sorted(found: int, classes: int, expected: b
     for step in (1, 2, 3, 5):
         numbers = {"class_count": classes, "target_class_count": found, "single_class_batch_fraction": 0.0}
         history.add(step, {f"training_checks/{name}": value for name, value in numbers.items()})
-    assert ("batches-of-one-class" in severities(history)) is expected
+    assert ("data-sorted-by-class" in severities(history)) is expected
     history.add(6, {"training_checks/padding_fraction": 0.0})
-    assert "batches-of-one-class" not in severities(history)
+    assert "data-sorted-by-class" not in severities(history)
 
 
 def test_huge_integers_are_infinite() -> None:

@@ -1,7 +1,6 @@
 """Facts that the graph of a loss shows, for losses whose properties are known."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -168,41 +167,73 @@ def test_pairs_of_outputs_and_targets_are_found(name: str) -> None:
     assert describe_loss(compute(COLUMN * 2)).is_broadcast is expected
 
 
-def attention(kind: str, states: Tensor) -> Tensor:
+CAUSAL = torch.ones(6, 6).tril().bool()
+PREFIX = CAUSAL | (torch.arange(6) < 3)
+NOT_PADDED = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]).bool()[:, None]
+MASKS: dict[str, tuple[Tensor | None, bool]] = {
+    "none": (None, True),
+    "padding": (NOT_PADDED, True),
+    "causal": (CAUSAL, False),
+    "causal and padding": (CAUSAL & NOT_PADDED, False),
+    "prefix": (PREFIX, False),
+}
+"""The pairs of queries and keys that are not masked, and whether the last position but one sees the last one."""
+
+
+def attention(way: str, mask: Tensor | None, states: Tensor) -> Tensor:
     """Return the outputs of one head of attention, shape (batch, tokens, channels), in different formulations."""
-    allowed = torch.ones(states.shape[1], states.shape[1]).tril().bool()
-    if kind.startswith("layer"):
-        layer = nn.MultiheadAttention(states.shape[-1], 1, batch_first=True)
-        mask = None if kind == "layer" else ~allowed
-        return layer(states, states, states, attn_mask=mask, need_weights="weights" in kind)[0]
-    if kind.startswith("fused"):
-        options = {"fused": {}, "fused causal": {"is_causal": True}, "fused mask": {"attn_mask": allowed}}[kind]
-        return F.scaled_dot_product_attention(states[:, None], states[:, None], states[:, None], **options)[:, 0]
+    if way == "fused":
+        rows = states[:, None]
+        return F.scaled_dot_product_attention(
+            rows, rows, rows, attn_mask=None if mask is None else mask.expand(2, 6, 6)[:, None]
+        )[:, 0]
     scores = states @ states.transpose(1, 2) / 2
-    if kind == "own fill":
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    if kind == "own sum":
-        scores = scores + torch.zeros_like(allowed, dtype=torch.float).masked_fill(~allowed, -torch.inf)
-    if kind == "own where":
-        scores = torch.where(allowed, scores, -1e9)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if way == "fill" else torch.where(mask, scores, -1e9)
     return F.dropout(scores.softmax(-1), 0.1) @ states
 
 
-@pytest.mark.parametrize("kind", ["own", "fused", "layer", "own fill", "own sum", "own where"])
-@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed"])
-def test_attention_without_mask_is_counted(kind: str, is_checkpointed: bool) -> None:
-    """Formulations without a mask are those of one word."""
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("way", ["fused", "fill", "where"])
+def test_attention_that_looks_ahead_is_counted(way: str, mask: str) -> None:
+    allowed, expected = MASKS[mask]
+    outputs = attention(way, allowed, torch.randn(2, 6, 4, requires_grad=True))
+    found = describe_loss(outputs.square().mean())
+    assert (found.attention_count, found.look_ahead_count) == (1, int(expected))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"attn_mask": ~CAUSAL}, False),
+        ({"attn_mask": torch.zeros(6, 6).masked_fill(~CAUSAL, -torch.inf)}, False),
+        ({"key_padding_mask": ~NOT_PADDED[:, 0]}, True),
+        ({"attn_mask": ~CAUSAL, "key_padding_mask": ~NOT_PADDED[:, 0], "need_weights": False}, False),
+        ({"key_padding_mask": ~NOT_PADDED[:, 0], "need_weights": False}, True),
+    ],
+)
+def test_masks_of_attention_layers_are_read(options: dict[str, Any], expected: bool) -> None:
+    """Masks that are added to scores outside of the fused operation leave no trace, and count as causal."""
     states = torch.randn(2, 6, 4, requires_grad=True)
-    run = partial(checkpoint, attention, use_reentrant=False) if is_checkpointed else attention
-    found = describe_loss(run(kind, states).square().mean())
-    if kind.startswith("own") or not is_checkpointed:  # sizes of fused operations are in packed tensors
-        assert (found.attention_count, found.unmasked_attention_count) == (1, int(" " not in kind))
+    layer = nn.MultiheadAttention(4, 1, batch_first=True)
+    found = describe_loss(layer(states, states, states, **options)[0].square().mean())
+    is_added = "need_weights" not in options and bool(options)
+    assert found.look_ahead_count == int(expected and not is_added)
 
 
-@pytest.mark.parametrize("kind", ["fused causal", "fused mask", "layer masked", "layer with weights"])
-def test_attention_with_mask_is_recognised(kind: str) -> None:
-    found = describe_loss(attention(kind, torch.randn(2, 6, 4, requires_grad=True)).square().mean())
-    assert (found.attention_count, found.unmasked_attention_count) == (1, 0)
+def test_causal_operations_look_at_no_later_position() -> None:
+    rows = torch.randn(2, 1, 6, 4, requires_grad=True)
+    found = describe_loss(F.scaled_dot_product_attention(rows, rows, rows, is_causal=True).square().mean())
+    assert (found.attention_count, found.look_ahead_count) == (1, 0)
+
+
+def test_checkpointed_attention_is_read_or_left_out() -> None:
+    """Sizes and masks are in tensors that checkpointing packs; without a mask the nodes alone show enough."""
+    states = torch.randn(2, 6, 4, requires_grad=True)
+    for way, mask, count in (("fill", None, 1), ("fill", CAUSAL, 0), ("fused", None, 0)):
+        found = describe_loss(checkpoint(attention, way, mask, states, use_reentrant=False).square().mean())
+        assert found.look_ahead_count == count
 
 
 def test_cross_attention_needs_no_mask() -> None:

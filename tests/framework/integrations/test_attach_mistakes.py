@@ -46,6 +46,10 @@ REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
     "no micro-batches": (lambda parts: {"accumulate": 0}, "accumulate is 0; .* at least 1"),
     "a number to evaluate": (lambda parts: {"evaluate": 3}, "evaluate is a int; it must be a function"),
     "no optimizer": (lambda parts: {"optimizer": None}, "attach\\(model, optimizer\\) takes an optimizer of torch"),
+    "a frozen model": (
+        lambda parts: {"target": nn.Linear(2, 2).requires_grad_(False)},
+        "No parameter of the model .*Linear.* requires a gradient",
+    ),
     "another model": (lambda parts: {"target": nn.Linear(2, 2)}, "trains no parameter of the model .*; give the model"),
     "no model": (lambda parts: {"target": parts.optimizer}, "it takes a model and its optimizer"),
     "a scheduler as scaler": (lambda parts: {"scaler": parts.scheduler}, "The scaler is a StepLR; give the loop's own"),

@@ -138,7 +138,7 @@ def test_show_names_end_and_active_hooks(tmp_path, capsys):
         ({"val_loss": torch.tensor(0.5), "val_acc": 1}, {"val_loss": 0.5, "val_acc": 1}, None),
         ((torch.tensor(0.5), 0.9), {}, "numbers without names"),
         (0.5, {}, "numbers without names"),
-        ({"val_loss": 0.5, "kind": "test"}, {}, "values that are no numbers"),
+        ({"val_loss": 0.5, "kind": "test"}, {}, "values that are not numbers"),
         ((torch.ones(2), "text", None, True), {}, None),
     ],
     ids=["named", "pair", "number", "named with text", "no numbers"],

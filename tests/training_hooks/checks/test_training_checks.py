@@ -127,6 +127,19 @@ def test_late_gradients_end_the_counts(tmp_path: Path) -> None:
     assert found[3]["without_gradient/unused.weight"] == 1
 
 
+def test_gradients_between_checks_count(tmp_path: Path) -> None:
+    """A head that trains at step 4 only, which is not checked, is not one that never trains."""
+    steps: list[int] = []
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        steps.append(1)
+        return mean_loss(model, batch) + (model.unused.weight.sum() if len(steps) == 4 else 0)
+
+    found = run(tmp_path, loss=loss, data=batches(5))
+    assert [found[step]["without_gradient_count"] for step in (3, 5)] == [2, 2]
+    assert [found[step]["never_gradient_count"] for step in (3, 5)] == [2, 1]
+
+
 def test_families_name_at_most_eight_parameters(tmp_path: Path) -> None:
     model = Net()
     model.unused = nn.Sequential(*(nn.Linear(1, 1) for _ in range(10)))
