@@ -24,7 +24,7 @@ from tests.support.processes import own_process
 TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32}
 SLOW_BENCHMARKS = ("each", "overflow", "lowbit", "others", "ranks", "checkpoints", "tied", "health", "attach")
 """Benchmarks that together take three minutes and whose code other tests also run."""
-WITHOUT_BARS = ("each", "others")
+WITHOUT_BARS = ("each", "others", "record")
 ROWS = {
     "each": "activations attention_logits first_nonfinite matrix_updates moe_router optimizer_health output_logits "
     "parameter_norms qk_clip token_loss training_checks"
@@ -43,7 +43,7 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] * (name in SLOW_BENCHMARKS) + on_gpu * (name == "gpu")
 
 
-@pytest.mark.slow_rows("sizes", "groups", "rewinds")
+@pytest.mark.slow_rows("sizes", "record", "groups", "rewinds")
 @pytest.mark.process
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in BENCHMARKS if name != "memory"])
 def test_every_benchmark_yields_rows_of_finite_numbers(name):

@@ -25,6 +25,7 @@ from tests.benchmarks.hook_cost import (
     observers_at_the_end_of_epochs,
 )
 from tests.benchmarks.loader_cost import every_batch, first_batches, skipping
+from tests.benchmarks.long_record_cost import long_record
 from tests.benchmarks.loop_cost import clipping, loop_cost, observers_in_the_loop
 from tests.benchmarks.lowbit_cost import casts
 from tests.benchmarks.memory_cost import peak_memory
@@ -32,7 +33,7 @@ from tests.benchmarks.others.cost import side_by_side
 from tests.benchmarks.others.extras import as_they_do_them, watch
 from tests.benchmarks.overflow_cost import counting, hypothetical_casts
 from tests.benchmarks.ranks_cost import agreements_and_copies
-from tests.benchmarks.real_size_cost import real_size
+from tests.benchmarks.real_size_cost import real_sizes, real_sizes_on_ranks
 from tests.benchmarks.report import environment, misses, page, renewed, table
 from tests.benchmarks.rewind_cost import rewinds
 from tests.benchmarks.row_cost import bytes_of_rows, known_data, recorded_rows
@@ -67,7 +68,8 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Shown]]]]]
     "lowbit": ("Casts to narrow formats", (casts,)),
     "overflow": ("Overflow of narrow formats", (hypothetical_casts, counting)),
     "ranks": ("Distributed training", (agreements_and_copies, resuming_together)),
-    "sizes": ("A GPT of 14.8 million parameters", (real_size,)),
+    "sizes": ("Models of real sizes", (real_sizes, real_sizes_on_ranks)),
+    "record": ("Long records", (long_record,)),
     "gpu": ("On a GPU", (on_a_gpu,)),
     "each": ("Each hook", (each_hook,)),
 }

@@ -1,6 +1,7 @@
-"""Cost of groups of hooks on a GPT of 14.8 million parameters: own CPU time, first step, close and peak memory.
+"""Costs of groups of hooks on models of real sizes: own CPU time, first step, close, record and peak memory.
 
-``python -m tests.benchmarks.real_size_cost GROUP`` trains a few steps in a fresh process, and prints its peak memory.
+``python -m tests.benchmarks.real_size_cost MODEL GROUP`` trains a few steps in a fresh process and prints its peak
+memory.
 """
 
 import resource
@@ -9,101 +10,130 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import loopscope
 import torch
 from loopscope.hooks import HookRegistry, hook_groups
-from torch import Tensor, nn
-from torch.nn import functional
+from loopscope.sinks import CSVSink, JSONLSink
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.benchmarks.rows import SECONDS, TIMES, Effort, Row
+from tests.benchmarks.real_models import GPT, MODELS
+from tests.benchmarks.rows import MILLISECONDS, SECONDS, TIMES, Effort, Row, Unit
+from tests.benchmarks.subjects import Constant
 from tests.benchmarks.timing import Spread, clock
+from tests.support.ranks import on_ranks
 
-VOCABULARY, LAYERS, WIDTH, HEADS, ROWS, CONTEXT = 4096, 4, 512, 8, 8, 128
-TINY = {"vocabulary": 32, "layers": 1, "width": 16}
 DUE = 4
 """Interval of hooks in the measurement; ordinary and due steps are weighted as with intervals of ``PERIOD``."""
 PERIOD = 50
-BARS = {"health": (1.03, 1.15), "observers": (1.10, 1.3)}
-"""By group, the most CPU time of a step and the most peak memory, in multiples of the bare loop."""
+ONE = "one observer, every step"
+GROUPS = ("health", "observers", "full", ONE)
+RANKS = 2
+KILOBYTES = Unit("kB", 1e-3, 1)
 
 
-class Block(nn.Module):
-    """A pre-norm transformer block."""
+@dataclass(frozen=True)
+class Bars:
+    """The most that a group may cost; ``step`` and ``memory`` in multiples of the bare loop, the others in seconds."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.act, self.down = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, tokens, width = x.shape
-        qkv = self.qkv(self.norm_1(x)).view(rows, tokens, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(*qkv, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
-        return x + self.down(self.act(self.up(self.norm_2(x))))
+    step: float | None = None
+    memory: float | None = None
+    first: float | None = None
+    close: float | None = None
 
 
-class GPT(nn.Module):
-    """A decoder with tied embeddings."""
-
-    def __init__(self, vocabulary: int = VOCABULARY, layers: int = LAYERS, width: int = WIDTH) -> None:
-        super().__init__()
-        self.embedding, self.position = nn.Embedding(vocabulary, width), nn.Embedding(CONTEXT, width)
-        self.blocks, self.norm = nn.ModuleList(Block(width) for _ in range(layers)), nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.embedding.weight
-        nn.init.normal_(self.embedding.weight, std=0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+BARS = {("gpt", "health"): Bars(1.03, 1.15, 1.0, 1.0), ("gpt", "observers"): Bars(1.10, 1.3, 1.0, 1.0)}
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the mean loss of the next tokens."""
-    return functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+def as_it_is(model: nn.Module) -> nn.Module:
+    """Return the model."""
+    return model
 
 
+def replicated(model: nn.Module) -> nn.Module:
+    """Return the model under DistributedDataParallel."""
+    return DistributedDataParallel(model)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """Return the model with its blocks and its remaining parameters sharded by FSDP2."""
+    layers = model.blocks if isinstance(model, GPT) else model.get_submodule("model.layers").children()
+    for layer in layers:
+        assert isinstance(layer, nn.Module)
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+WRAPS: Mapping[str, Callable[[nn.Module], nn.Module]] = {"DDP": replicated, "FSDP2": sharded}
+
+
+@dataclass
 class Training:
-    """A training whose steps are timed one by one; without a group it is the bare loop."""
+    """A training whose steps are timed one by one; the group ``bare`` is a loop without loopscope.
 
-    def __init__(self, group: str, options: dict[str, int], stack: ExitStack, *, interval: int | None = None) -> None:
-        torch.manual_seed(0)
-        self._model = GPT(**options)
+    ``interval`` replaces the intervals of the group's hooks.
+    """
+
+    model_name: str
+    group: str
+    stack: ExitStack
+    is_tiny: bool
+    interval: int | None = None
+    wrap: Callable[[nn.Module], nn.Module] = as_it_is
+    seconds: list[float] = field(default_factory=list)
+    """The CPU time of each step."""
+    write_seconds: float = 0.0
+    """The CPU time in which the sinks wrote metrics."""
+
+    def __post_init__(self) -> None:
+        self._real = MODELS[self.model_name]
+        model, self._batch = self._real.built(is_tiny=self.is_tiny)
+        self._model = self.wrap(model)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=3e-4)
-        self._tokens = torch.randint(options.get("vocabulary", VOCABULARY), (ROWS, CONTEXT))
-        self.seconds: list[float] = []
         self._scope = None
-        if group != "bare":
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if self.group != "bare":
+            self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory())) / "run"
+            for sink in (CSVSink, JSONLSink):
+                self.stack.enter_context(mock.patch.object(sink, "emit", self._timed(sink.emit)))
+            is_group = self.group in hook_groups()
             self._scope = loopscope.attach(
                 self._model,
                 self._optimizer,
-                with_hooks=group,
-                loss=loss_of,
+                with_hooks=self.group if is_group else None,
+                hooks=() if is_group else [Constant()],
+                loss=self._real.loss,
                 loop="step",
-                hook_options=intervals(group, interval) if interval else {},
-                out=Path(folder) / "run",
+                hook_options=intervals(self.group, self.interval) if is_group and self.interval else {},
+                out=self.folder,
                 display="none",
             )
-            self._batches = iter(self._scope.batches(self._tokens for _ in range(10**6)))
+            self._batches = iter(self._scope.batches(self._batch for _ in range(10**6)))
+
+    def _timed(self, emit: Callable[..., None]) -> Callable[..., None]:
+        def timed(*arguments: Any, **options: Any) -> None:
+            begin = clock()
+            emit(*arguments, **options)
+            self.write_seconds += clock() - begin
+
+        return timed
 
     def step(self) -> None:
         """Train one step and keep its CPU time."""
         begin = clock()
         if self._scope is None:
-            loss_of(self._model, self._tokens).backward()
+            self._real.loss(self._model, self._batch).backward()
         else:
-            self._scope.backward(loss_of(self._model, next(self._batches)))
+            self._scope.backward(self._real.loss(self._model, next(self._batches)))
         nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -126,29 +156,39 @@ def intervals(group: str, interval: int) -> dict[str, dict[str, Any]]:
     return options
 
 
-def real_size(effort: Effort) -> Iterator[Row]:
-    """Compare the steps of a group with those of the bare loop, trained in turn; memory in fresh processes."""
-    options = {} if effort.share > 0 else TINY
-    memory = peak_memory("bare", options)
-    for group, (time_bar, memory_bar) in BARS.items():
-        with ExitStack() as stack, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            bare, ours = Training("bare", options, stack), Training(group, options, stack, interval=DUE)
-            rounds = 5 if effort.share > 0 else 1
-            for _ in range(1 + rounds * DUE):
-                bare.step()
-                ours.step()
-            end = ours.close()
-        parts = [slice(1 + index * DUE, 1 + (index + 1) * DUE) for index in range(rounds)]
-        costs = [cost(ours.seconds[part], statistics.median(bare.seconds[part])) for part in parts]
-        against = f"bare step of a GPT of 4 x 512, {statistics.median(bare.seconds):.2f} s"
-        yield Row(f"{group}, own CPU time", against, TIMES, Spread.of(costs), time_bar)
-        yield Row(
-            f"{group}, first step", "bare first step", SECONDS, Spread.of([ours.seconds[0] - bare.seconds[0]]), 1.0
-        )
-        yield Row(f"{group}, close", "nothing", SECONDS, Spread.of([end]), 1.0)
-        peak = peak_memory(group, options) / memory
-        yield Row(f"{group}, peak memory", f"bare loop, {memory / 1e6:.0f} MB", TIMES, Spread.of([peak]), memory_bar)
+@dataclass(frozen=True)
+class Measured:
+    """One training of a group, step by step in turn with a bare one."""
+
+    costs: list[float]
+    """Mean steps as multiples of bare ones."""
+    bare_step: float
+    first: float
+    close: float
+    bytes: float
+    """Size of the record for each due step."""
+    writing: float
+    """Time of the sinks for each due step."""
+
+
+def measure(
+    model: str, group: str, rounds: int, *, is_tiny: bool, wrap: Callable[[nn.Module], nn.Module] = as_it_is
+) -> Measured:
+    """Train a model with a group of hooks, in turn with a bare loop."""
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bare = Training(model, "bare", stack, is_tiny, wrap=wrap)
+        ours = Training(model, group, stack, is_tiny, DUE, wrap)
+        for _ in range(1 + rounds * DUE):
+            bare.step()
+            ours.step()
+        end = ours.close()
+        size = sum(path.stat().st_size for path in ours.folder.glob("*.jsonl"))
+    parts = [slice(1 + index * DUE, 1 + (index + 1) * DUE) for index in range(rounds)]
+    costs = [cost(ours.seconds[part], statistics.median(bare.seconds[part])) for part in parts]
+    due = 1 + rounds
+    first = ours.seconds[0] - bare.seconds[0]
+    return Measured(costs, statistics.median(bare.seconds), first, end, size / due, ours.write_seconds / due)
 
 
 def cost(seconds: list[float], bare: float) -> float:
@@ -158,24 +198,86 @@ def cost(seconds: list[float], bare: float) -> float:
     return mean / bare
 
 
-def peak_memory(group: str, options: dict[str, int]) -> float:
-    """Return the peak resident memory, in bytes, of a fresh process that trains a few steps."""
-    words = [str(value) for value in options.values()]
-    command = [sys.executable, "-m", "tests.benchmarks.real_size_cost", group, *words]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+def real_sizes(effort: Effort) -> Iterator[Row]:
+    """Compare the steps of each group with those of the bare loop on each model; memory in fresh processes."""
+    is_tiny = effort.share <= 0
+    for model, real in MODELS.items():
+        memory = peak_memory(model, "bare", is_tiny=is_tiny)
+        for group in GROUPS:
+            rounds = effort.times(5) if (model, group) in BARS else effort.times(3)
+            found = measure(model, group, rounds, is_tiny=is_tiny)
+            bars = BARS.get((model, group), Bars())
+            step = f"bare step of {real.title}, {found.bare_step:.2f} s"
+            record = f"a step at which all are due; {real.title}"
+            yield Row(f"{group}, own CPU time", step, TIMES, Spread.of(found.costs), bars.step)
+            yield Row(
+                f"{group}, first step", f"its bare first step; {real.title}", SECONDS, _one(found.first), bars.first
+            )
+            yield Row(f"{group}, close", f"nothing; {real.title}", SECONDS, _one(found.close), bars.close)
+            yield Row(f"{group}, size of the record", record, KILOBYTES, _one(found.bytes))
+            yield Row(f"{group}, time of the sinks", record, MILLISECONDS, _one(found.writing))
+            peak = peak_memory(model, group, is_tiny=is_tiny) / memory
+            against = f"bare loop of {real.title}, {memory / 1e6:.0f} MB"
+            yield Row(f"{group}, peak memory", against, TIMES, _one(peak), bars.memory)
 
 
-def main(group: str, *sizes: str) -> None:
-    """Train a few steps of a group and print the peak memory of the process."""
-    torch.set_num_threads(1)
-    options = dict(zip(TINY, map(int, sizes), strict=False))
+def real_sizes_on_ranks(effort: Effort) -> Iterator[Row]:
+    """Compare steps and memory of groups with those of the bare loop under DDP and FSDP2, on two ranks."""
+    is_tiny, rounds = effort.share <= 0, effort.times(3)
+    for model in ("gpt", "mixtral"):
+        for kind, wrap in WRAPS.items():
+            title = f"{MODELS[model].title}, {kind}, {RANKS} ranks"
+            memory = _peak_on_ranks(model, "bare", wrap, is_tiny=is_tiny)
+            for group in ("health", "observers"):
+                compute = partial(_costs, model, group, rounds, wrap, is_tiny=is_tiny)
+                with tempfile.TemporaryDirectory() as folder:
+                    costs, step = on_ranks(compute, Path(folder), RANKS)[0]
+                yield Row(f"{group}, own CPU time", f"bare step of {title}, {step:.2f} s", TIMES, Spread.of(costs))
+                peak = _peak_on_ranks(model, group, wrap, is_tiny=is_tiny) / memory
+                yield Row(
+                    f"{group}, peak memory of a rank", f"bare loop of {title}, {memory / 1e6:.0f} MB", TIMES, _one(peak)
+                )
+
+
+def _costs(
+    model: str, group: str, rounds: int, wrap: Callable[[nn.Module], nn.Module], *, is_tiny: bool
+) -> tuple[list[float], float]:
+    found = measure(model, group, rounds, is_tiny=is_tiny, wrap=wrap)
+    return found.costs, found.bare_step
+
+
+def _peak_on_ranks(model: str, group: str, wrap: Callable[[nn.Module], nn.Module], *, is_tiny: bool) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        return max(on_ranks(partial(_peak_of, model, group, wrap, is_tiny=is_tiny), Path(folder), RANKS))
+
+
+def _peak_of(
+    model: str, group: str, wrap: Callable[[nn.Module], nn.Module] = as_it_is, *, is_tiny: bool = False
+) -> float:
+    """Train three steps and return the peak resident memory of this process, in bytes."""
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        training = Training(group, options, stack)
+        training = Training(model, group, stack, is_tiny, wrap=wrap)
         for _ in range(3):
             training.step()
         training.close()
-    sys.stdout.write(f"\n{1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}\n")
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def peak_memory(model: str, group: str, *, is_tiny: bool) -> float:
+    """Return the peak resident memory, in bytes, of a fresh process that trains a few steps."""
+    command = [sys.executable, "-m", "tests.benchmarks.real_size_cost", model, group, *["tiny"] * is_tiny]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def _one(value: float) -> Spread:
+    return Spread.of([value])
+
+
+def main(model: str, group: str, size: str = "") -> None:
+    """Train a few steps of a group and print the peak memory of the process."""
+    torch.set_num_threads(1)
+    sys.stdout.write(f"\n{_peak_of(model, group, is_tiny=bool(size))}\n")
 
 
 if __name__ == "__main__":
