@@ -253,6 +253,14 @@ def _is_zero(parameter: Tensor) -> bool:
     return values.numel() > 0 and not bool(torch.count_nonzero(values))
 
 
+def _weight(module: nn.Module) -> Tensor | None:
+    """Return the weight of a module if it is a parameter.
+
+    The attribute may be computed at every access, and then have side effects: ``spectral_norm`` updates its buffers.
+    """
+    return module._parameters.get("weight")
+
+
 def _untied_copies(model: nn.Module) -> list[list[str]]:
     """Return pairs of an embedding and a linear layer with equal weights that are separate parameters.
 
@@ -261,13 +269,8 @@ def _untied_copies(model: nn.Module) -> list[list[str]]:
     weights: dict[type, dict[str, Tensor]] = {nn.Embedding: {}, nn.Linear: {}}
     for name, module in model.named_modules():
         for kind, of_kind in weights.items():
-            weight = getattr(module, "weight", None)
-            if (
-                isinstance(module, kind)
-                and isinstance(weight, Tensor)
-                and weight.requires_grad
-                and _is_readable(weight)
-            ):
+            weight = _weight(module)
+            if isinstance(module, kind) and weight is not None and weight.requires_grad and _is_readable(weight):
                 of_kind[f"{name}.weight"] = weight
     pairs = [
         [embedding, linear]
@@ -295,9 +298,9 @@ def _weight_scales(model: nn.Module) -> dict[str, Any]:
     """
     scales = {}
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
+        weight = _weight(module)
         is_layer = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
-        if is_layer and isinstance(weight, Tensor) and _is_readable(weight) and weight.requires_grad:
+        if is_layer and weight is not None and _is_readable(weight) and weight.requires_grad:
             (values,) = local_shards([weight.detach()])
             if values.numel() and not _is_zero(weight):
                 fan_in = weight[0].numel() if weight.ndim > 1 else weight.numel()

@@ -27,7 +27,7 @@ def weight_callbacks(on_gradient: OnGradient, is_active: Callable[[], bool]) -> 
     def after(module: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
         start = start_numbers.pop()
         if torch.is_grad_enabled() and is_active():
-            weight: Any = module.weight
+            weight: Any = module._parameters["weight"]
             for node, index in _uses(weight, output, start):
                 node.register_hook(partial(_apply_tap, on_gradient, weight.dtype, index))
 

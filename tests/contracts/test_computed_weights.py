@@ -102,6 +102,15 @@ def test_groups_serve_computed_weights(way: str, group: str, tmp_path) -> None:
     assert all(torch.equal(value, bare[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
+@pytest.mark.parametrize("way", WAYS)
+def test_starting_a_run_computes_no_weights(way: str, tmp_path) -> None:
+    """The facts that the doctor reads at the start leave the buffers of a parametrization alone."""
+    bare = trained(way).state_dict()
+    model = trained(way, tmp_path, hooks=["training_checks"])
+    assert all(torch.equal(value, bare[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_gradient_overflow_names_skipped_layers(way: str) -> None:
     model = Net(WAYS[way])
