@@ -1,6 +1,6 @@
 """The object structure of the training state: saved contents of containers and slots, restored in place."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
@@ -66,8 +66,24 @@ class Structure:
                 if kind is Tensor and not value.requires_grad:  # most tensors; they cannot have hooks
                     seen.add(id(value))
                     self.tensors.append(value)
+                elif kind is dict and not value:
+                    seen.add(id(value))
+                    self._tables.append(value)
+                elif kind is OrderedDict and not value:  # most tables of hooks
+                    self._add_empty(value)
                 else:
                     self._visit(value)
+
+    def _add_empty(self, table: "OrderedDict[Any, Any]") -> None:
+        """Add an empty table and its attributes; the same as :meth:`_visit`, at a quarter of the cost."""
+        attributes = vars(table)
+        self.seen.add(id(table))
+        self._tables.append(table)
+        if attributes:
+            self._visit(attributes)
+        else:
+            self.seen.add(id(attributes))
+            self._tables.append(attributes)
 
     def _visit(self, value: Any) -> None:
         if self._depth > MAX_DEPTH:
