@@ -2,9 +2,9 @@
 
 Reading the three generators by documented functions takes 10 to 50 µs, and several times that after a training step.
 All three are Mersenne Twisters, so their 2500 bytes of state are copied directly, with the second Gaussian that each
-may have cached: saving and restoring all of them takes 9 µs instead of 187 µs (docs/decisions/0001). The memory offsets
-are determined on import with temporary generators, and verified by the numbers these draw; if one is not found, the
-documented functions are used.
+may have cached: saving and restoring all of them takes a twentieth of the time (docs/decisions/0001). The memory
+offsets are determined on import with temporary generators, and verified by the numbers these draw; if one is not found,
+the documented functions are used.
 """
 
 import ctypes
@@ -22,6 +22,16 @@ from .global_generators import TWISTER, WORDS, DocumentedAccess, GlobalStates
 
 _RANDOM_STATE: Any = np.random.random_sample.__self__  # type: ignore[attr-defined]  # the generator of the module's functions
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # likewise for random
+_NUMPY: Any = np.random  # its stubs lack get_bit_generator
+WORDS_IN_TORCH = 20
+"""Bytes before the words in torch's block: the seed (8), left, seeded and next (4 each)."""
+UNUSED = struct.pack("i", WORDS)
+"""The position of NumPy's generator after seeding: no word is left, so the next draw computes new ones."""
+
+
+def _memory(address: int, size: int) -> Any:
+    """Return an array on the bytes at an address, whose attribute ``raw`` reads and writes them."""
+    return (ctypes.c_char * size).from_address(address)
 
 
 class MemoryBlock(NamedTuple):
@@ -69,10 +79,9 @@ def find_in_torch() -> MemoryBlock | None:
     first = struct.pack("4I", *[word & 0xFFFFFFFF for word in twin.get_state().view(torch.int64)[3:7].tolist()])
     words = bytes_at(address, 256).find(first) if address else -1  # the object is 2.6 KB large
     _gaussian(twin)
-    # Before the words: seed (8 bytes), left, seeded and next (4 each, with padding). After them: padding (4),
-    # optional<float> (8) and optional<double> (16), the cached Gaussians.
-    start, end = words - 20, words + WORDS * 4 + 28
-    block = bytes_at(address + start, end - start) if words >= 20 else b""
+    # After the words: padding (4 bytes), optional<float> (8) and optional<double> (16), the cached Gaussians.
+    start, end = words - WORDS_IN_TORCH, words + WORDS * 4 + 28
+    block = bytes_at(address + start, end - start) if words >= WORDS_IN_TORCH else b""
     gaussian = _gaussian(twin)
     if block[-16:-7] != struct.pack("d?", gaussian, True):
         return None
@@ -81,43 +90,75 @@ def find_in_torch() -> MemoryBlock | None:
     return MemoryBlock(start, len(block)) if repeats and torch.equal(other.get_state(), twin.get_state()) else None
 
 
+def seeds_alike(in_torch: MemoryBlock) -> bool:
+    """Return whether NumPy's legacy seeding fills a generator with the words with which torch fills its own.
+
+    Both use init_genrand of the reference implementation, from the lower 32 bits of the seed.
+    """
+    seed = 0xFEDCBA9876543210
+    in_numpy: Any = np.random.RandomState(seed & 0xFFFFFFFF)
+    generator = torch.Generator().manual_seed(seed)
+    address = generator._cdata + in_torch.offset + WORDS_IN_TORCH  # type: ignore[attr-defined]
+    state = bytes_at(in_numpy._bit_generator.ctypes.state_address, TWISTER)
+    return bool(state == bytes_at(address, WORDS * 4) + UNUSED)
+
+
 class MemoryAccess(DocumentedAccess):
     """Copies the states of the global generators to and from their memory.
 
     ``of_torch`` is in another format than by documented functions; :meth:`torch_state` converts it.
+
+    The memory is read and written through the attribute ``raw`` of arrays of ctypes. After a training step, with cold
+    caches, a foreign function, such as memmove, takes several times as long: it converts its arguments one by one.
     """
 
     def __init__(self, in_python: MemoryBlock, in_numpy: MemoryBlock, in_torch: MemoryBlock) -> None:
-        self._in_torch, self._gaussian_size = in_torch, in_numpy.size
+        self._in_torch = in_torch
         # id() is the address in CPython. Their modules keep these objects alive, so the addresses stay valid; NumPy's
         # set_bit_generator() changes the bit generator within the RandomState, not the RandomState itself.
-        self._at_python = id(_PYTHON) + in_python.offset
-        self._at_gaussian = id(_RANDOM_STATE) + in_numpy.offset
-        self._at_torch = torch.default_generator._cdata + in_torch.offset  # type: ignore[attr-defined]
+        at_torch = torch.default_generator._cdata + in_torch.offset  # type: ignore[attr-defined]
+        self._torch = _memory(at_torch, in_torch.size)
+        self._torch_words = _memory(at_torch + WORDS_IN_TORCH, WORDS * 4)
+        self._python = _memory(id(_PYTHON) + in_python.offset, TWISTER)
+        self._gaussian = _memory(id(_RANDOM_STATE) + in_numpy.offset, in_numpy.size)
+        self._no_gaussian = bytes(in_numpy.size)
         self._bit_generator: Any = None
         """NumPy's generator at the last read, whose state never moves."""
-        self._at_numpy = 0
+        self._numpy = self._numpy_words = self._numpy_position = _memory(0, 0)
+        self._seeds_alike = seeds_alike(in_torch)
 
     def read(self, bit_generator: Any) -> GlobalStates:
         """Return the states of all three generators; ``bit_generator`` is NumPy's."""
         if bit_generator is not self._bit_generator:
-            self._bit_generator, self._at_numpy = bit_generator, bit_generator.ctypes.state_address
+            self._find_numpy(bit_generator)
         return GlobalStates(
-            bytes_at(self._at_torch, self._in_torch.size),
-            bytes_at(self._at_python, TWISTER),
-            _PYTHON.gauss_next,
-            bit_generator,
-            bytes_at(self._at_numpy, TWISTER),
-            bytes_at(self._at_gaussian, self._gaussian_size),
+            self._torch.raw, self._python.raw, _PYTHON.gauss_next, bit_generator, self._numpy.raw, self._gaussian.raw
         )
+
+    def _find_numpy(self, bit_generator: Any) -> None:
+        address = bit_generator.ctypes.state_address
+        self._numpy = _memory(address, TWISTER)
+        self._numpy_words, self._numpy_position = _memory(address, WORDS * 4), _memory(address + WORDS * 4, 4)
+        self._bit_generator = bit_generator
 
     def write(self, states: GlobalStates) -> None:
         """Restore all three generators; NumPy's must be the one in ``states``."""
-        ctypes.memmove(self._at_torch, states.of_torch, self._in_torch.size)
-        ctypes.memmove(self._at_python, states.of_python, TWISTER)
-        ctypes.memmove(states.bit_generator.ctypes.state_address, states.of_numpy, TWISTER)
-        ctypes.memmove(self._at_gaussian, states.numpy_gaussian, self._gaussian_size)
+        if states.bit_generator is not self._bit_generator:
+            self._find_numpy(states.bit_generator)
+        self._torch.raw = states.of_torch
+        self._python.raw = states.of_python
+        self._numpy.raw = states.of_numpy
+        self._gaussian.raw = states.numpy_gaussian
         _PYTHON.gauss_next = states.python_gaussian
+
+    def seed_numpy(self, seed: int) -> None:
+        """Seed NumPy's generator as ``np.random.seed`` does, after torch's was seeded with the same ``seed``."""
+        if self._seeds_alike and _NUMPY.get_bit_generator() is self._bit_generator:
+            self._numpy_words.raw = self._torch_words.raw
+            self._numpy_position.raw = UNUSED
+            self._gaussian.raw = self._no_gaussian
+        else:
+            super().seed_numpy(seed)
 
     def torch_state(self, content: bytes) -> Tensor:
         """Return ``of_torch`` in the format of a torch generator's ``get_state``."""

@@ -57,6 +57,11 @@ class DocumentedAccess:
         *key, position = struct.unpack(f"{WORDS + 1}I", states.of_numpy)
         np.random.set_state(("MT19937", key, position, *struct.unpack("i4xd", states.numpy_gaussian)))
 
+    def seed_numpy(self, seed: int) -> None:
+        """Seed NumPy's generator, after torch's was seeded with the same ``seed``, an integer in [0, 2**64)."""
+        # NumPy takes seeds of 32 bits; the lower half of a hash is as random as all of it.
+        np.random.seed(seed & 0xFFFFFFFF)
+
     def torch_state(self, content: bytes) -> Tensor:
         """Return ``of_torch`` in the format of a torch generator's ``get_state``."""
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -160,7 +160,6 @@ def seed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     _SEED_PYTHON(_PYTHON, seed)  # as random.seed does for an integer, without its Python function
     _PYTHON.gauss_next = None
-    # NumPy takes seeds of 32 bits; the lower half of a hash is as random as all of it.
-    np.random.seed(seed & 0xFFFFFFFF)
+    _ACCESS.seed_numpy(seed)
     if is_present() and (devices := devices_in_use()):
         seed_generators(devices[0], seed)

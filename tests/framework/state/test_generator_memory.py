@@ -59,6 +59,24 @@ def test_both_ways_restore_the_draws(memory: MemoryAccess, way: str, draws: int)
         assert draw(3) == expected
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**64 - 1])
+def test_both_ways_seed_numpy_alike(memory: MemoryAccess, seed: int, replaced: bool) -> None:
+    """The cached Gaussian of an odd number of draws is dropped; another bit generator is seeded, too."""
+    draws = []
+    with RandomStreams(0).preserved():
+        for access in (memory, DOCUMENTED):
+            memory.read(np.random.get_bit_generator())  # type: ignore[attr-defined]
+            if replaced:
+                np.random.set_bit_generator(np.random.MT19937(5))  # type: ignore[attr-defined]
+            draw(1)
+            torch.default_generator.manual_seed(seed)
+            access.seed_numpy(seed)
+            draws.append([np.random.standard_normal(), np.random.rand(), *np.random.randint(99, size=700)])
+    assert memory._seeds_alike
+    assert draws[0] == draws[1]
+
+
 @pytest.mark.parametrize("name", ["find_in_python", "find_in_numpy", "find_in_torch"])
 def test_missing_block_selects_documented_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generator_memory, name, lambda: None)
