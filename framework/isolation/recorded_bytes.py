@@ -45,6 +45,10 @@ class RecordedBytes:
         return _differing([(tensor, entry and entry[1], _digest(tensor)) for tensor, entry in entries])
 
 
+NO_BYTES = RecordedBytes()
+"""A record of no tensors."""
+
+
 class RecordedEntries:
     """Digests of tensors and other values by name, computed and compared as in :class:`RecordedBytes`.
 

@@ -20,7 +20,7 @@ from ..errors import StateMutationError, library_warnings_ignored, listed
 from ..state import Part, TrainingState, described_tensor, hook_contents
 from ..tensors import PLAIN, addresses, local_shards
 from .guardian import Objects
-from .recorded_bytes import RecordedBytes, RecordedEntries
+from .recorded_bytes import NO_BYTES, RecordedBytes, RecordedEntries
 from .watch_list import WatchList, same_values, step_tensors
 
 # Autograd counts in-place writes, to reject stale saved tensors; only this private attribute gives the count.
@@ -79,7 +79,7 @@ class Tripwire:
         self._rest: Sweep = ()
         self._attribute_addresses = b""
         self._swept: list[Tensor] = []
-        self._bytes = RecordedBytes()
+        self._bytes = NO_BYTES
         self._owned: dict[int, bool] = {}
         self._settings: dict[str, Any] = {}
         self._hooks: dict[str, Any] = {}
@@ -97,7 +97,7 @@ class Tripwire:
             self._quick, tensors = self._sweep()
             self._rest = self._sweep_rest(tensors)
         self._attribute_addresses = self.watch.attribute_addresses
-        self._bytes = RecordedBytes()
+        self._bytes = NO_BYTES
 
     def record_bytes(self) -> None:
         """Record digests of the swept tensors, so that a check can compare bytes instead of versions.
@@ -197,7 +197,7 @@ class Tripwire:
 
     def release(self) -> None:
         """Drop the results of the last sweep, so that they keep no gradients and batches alive."""
-        self._quick, self._rest, self._swept, self._bytes, self._hooks = (), (), [], RecordedBytes(), {}
+        self._quick, self._rest, self._swept, self._bytes, self._hooks = (), (), [], NO_BYTES, {}
 
     def _sweep(self) -> tuple[Sweep, list[Tensor]]:
         """Return the contents of tables, the frequently replaced tensors and all versions, with the swept tensors."""
