@@ -135,7 +135,8 @@ class HookCalls:
                     self._hooks.call(listener.hook, listener.where, loop.step, observe)
                 else:
                     self._intervene(listener, listener.intervention, context)
-            isolation.check_rest()
+            if due_listeners:
+                self._hooks.check_rest(due_listeners[0].hook, due_listeners[0].where)
             if point not in STEP_POINTS:
                 self._dispatch.deliver(point, loop.epoch, loop.step)
                 isolation.check_rest()

@@ -120,13 +120,9 @@ class HookSet:
             if collective:
                 self.ranks.join()
         except StateMutationError as error:
-            error.args = (" ".join(filter(None, [str(error), advice_on_mutation(hook, where, error)])),)
-            self._announce(Failure(hook.name, where, step, str(error)), now=collective)
-            if collective or not self.ranks.are_many:
-                self.disable_all()
-                raise
-            self.failures.pending = error  # raised later, since other ranks may wait in a collective
-            self.isolation.rebase()
+            if str(error).startswith(f"Hook {hook.name!r} at {where} "):  # otherwise earlier calls are named
+                error.args = (" ".join(filter(None, [str(error), advice_on_mutation(hook, where, error)])),)
+            self._handle_mutation(error, hook.name, where, step, collective=collective)
             return None
         except (KeyboardInterrupt, RankLostError):
             raise
@@ -141,6 +137,24 @@ class HookSet:
             self._handle_failure(hook, where, step, error, collective=collective)
             return None
         return result
+
+    def _handle_mutation(
+        self, error: StateMutationError, name: str, where: str, step: int, *, collective: bool = False
+    ) -> None:
+        """End the run now, or after the step if other ranks may wait in a collective operation."""
+        self._announce(Failure(name, where, step, str(error)), now=collective)
+        if collective or not self.ranks.are_many:
+            self.disable_all()
+            raise error
+        self.failures.pending = error
+        self.isolation.rebase()
+
+    def check_rest(self, hook: TrainingHook, where: str) -> None:
+        """Make the checks that the calls at a hook point share; ``hook`` is one of the called hooks."""
+        try:
+            self.isolation.check_rest()
+        except StateMutationError as error:
+            self._handle_mutation(error, hook.name, where, self._state.loop.step)
 
     def _query(self, hook: TrainingHook, where: str, function: Callable[[], Result]) -> Result | None:
         """Query a hook's metadata or state, isolated but neither profiled nor offloaded."""

@@ -61,7 +61,7 @@ class HookManager:
         left_out: reasons of hooks that could not be constructed, by name.
         on_error: ``"raise"`` ends the run at the first hook that raises, ``"skip"`` continues without that hook.
         audit: compare every byte of the training state before and after every call.
-        check_every_call: do not let calls of loopscope's own hooks share a comparison of bytes.
+        check_every_call: do not let calls of loopscope's own hooks share checks.
         guardian_device: the device of the copies that undo interventions (``None``: the device of the state).
         profile: measure time and memory of every hook.
         offload_state: keep the state of hooks on the CPU between calls.

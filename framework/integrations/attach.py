@@ -111,8 +111,8 @@ def attach(
         snapshot_every: epochs (default 1) or steps (default 1,000) between two SNAPSHOTs.
         seed: the seed of the hooks' random streams.
         audit: compare every byte of the training state before and after every call of a hook.
-        check_every_call: in calls whose bytes are compared, compare those of each hook of loopscope separately, so that
-            an error names a single hook.
+        check_every_call: check each call of loopscope's own hooks alone, not several together, so that an error names
+            a single hook.
         on_hook_error: ``raise`` ends the training at the first hook that raises, ``skip`` continues without that hook.
         profile_hooks: write the time and memory of every hook to ``summary.json``.
         guardian_device: the device of the copies that undo interventions; by default that of the originals.

@@ -42,17 +42,29 @@ class Call(NamedTuple):
         return f"{self.kind} {self.name!r} at {self.where} of step {self.step}"
 
 
+class AnyOf(NamedTuple):
+    """One of several calls, as the subject of a sentence that is composed only for an error."""
+
+    calls: list[Call]
+
+    def __str__(self) -> str:
+        """Return the subjects of all calls."""
+        return " or ".join(map(str, self.calls))
+
+
 class Isolation:
     """Keeps hooks, evaluation, checkpoints and sinks from changing the training state.
 
     A visit is the group of calls at one hook point, from :meth:`start_visit` to :meth:`end_visit`. Each call runs on a
     derived random stream, and the state is compared with the state after the previous call.
 
-    The quick check follows every call and makes a quick sweep. The rest check extends the latest quick sweep to a
-    complete one, once for all calls since the previous rest check. The bytes check compares recorded digests. A full
-    check is all three for one call; under audit, the audit replaces its bytes check. Consecutive calls of loopscope's
-    own code share one bytes check, at the end of the visit or before the next call of other code, unless
-    ``check_every_call`` is set: then the bytes of each call are compared separately.
+    The quick check makes a quick sweep. The rest check extends the latest quick sweep to a complete one, once for all
+    calls since the previous rest check. The bytes check compares recorded digests. A full check is all three for one
+    call; under audit, the audit replaces its bytes check.
+
+    A quick check follows every call of other code. Consecutive calls of loopscope's own code share one quick check,
+    except those with a full check or an error, and one bytes check; both are made at the end of the visit, or before
+    the next call that is checked alone. With ``check_every_call`` no call shares a check.
     """
 
     def __init__(
@@ -74,7 +86,10 @@ class Isolation:
         self._has_commit = False
         self._modes: tuple[int, ...] = entered_modes()
         self._grad_mode = torch.is_grad_enabled()
+        self._unchecked_calls: list[Call] = []
+        """Calls that share the next quick check."""
         self._unfinished_calls: list[Call] = []
+        """Calls since the previous rest check that had a quick check."""
         self._calls_sharing_bytes: list[Call] = []
         self._calls: dict[tuple[str, str], int] = {}
         self._rewriting_calls: set[tuple[str, str]] = set()
@@ -98,7 +113,7 @@ class Isolation:
         """Save the run's random streams and take the baseline of every check."""
         self._saved_streams = self.streams.save()
         self._is_saved = self._has_commit = False
-        self._unfinished_calls, self._calls_sharing_bytes = [], []
+        self._unchecked_calls, self._unfinished_calls, self._calls_sharing_bytes = [], [], []
         self._modes, self._grad_mode = (*map(operator.call, MODE_COUNTERS),), torch.is_grad_enabled()
         if not self._is_recording:
             self._is_recording = True
@@ -116,7 +131,7 @@ class Isolation:
             self._holds_copies = False
             self._guardian.release()
         try:
-            if self._unfinished_calls or self._calls_sharing_bytes:
+            if self._unchecked_calls or self._unfinished_calls or self._calls_sharing_bytes:
                 self.check_rest()
         finally:
             self._tripwire.release()
@@ -143,7 +158,7 @@ class Isolation:
 
         A call that ``shares_bytes`` leaves the comparison of bytes to :meth:`check_rest`.
         """
-        self._check_quickly(call)
+        self._check_quickly(call, [call])
         self._extend_quick_checks()
         if self._tripwire.rewritten:  # also by tensors that moved to other memory
             self._rewriting_calls.add(call[:2])
@@ -156,28 +171,36 @@ class Isolation:
             self._tripwire.check_bytes(call)
 
     def check_rest(self) -> None:
-        """Make the rest check and the bytes check of the calls that share them; an error names all of these calls."""
+        """Make the checks of the calls that share them; an error names all of these calls."""
+        self._check_shared_quickly()
         self._extend_quick_checks()
         if self._calls_sharing_bytes:
             calls, self._calls_sharing_bytes = self._calls_sharing_bytes, []
-            self._tripwire.check_bytes(_any_of(calls))
+            self._tripwire.check_bytes(AnyOf(calls))
+
+    def _check_shared_quickly(self) -> None:
+        if self._unchecked_calls:
+            calls, self._unchecked_calls = self._unchecked_calls, []
+            self._check_quickly(AnyOf(calls), calls)
 
     def _extend_quick_checks(self) -> None:
         if self._unfinished_calls:
             calls, self._unfinished_calls = self._unfinished_calls, []
-            self._tripwire.check_rest(_any_of(calls))
+            self._tripwire.check_rest(AnyOf(calls))
 
     def observe(self, call: Call, function: Callable[[], Result]) -> Result:
         """Run ``function`` on the call's random stream, without gradient tracking, and check the state.
 
-        The first calls of an observer, and every call under audit, get a full check; later calls get a quick one.
+        The first calls of an observer, and every call under audit, get a full check; later calls get a quick one, and
+        those of loopscope's own code share it.
         """
         if self._has_commit:
             self.rebase()
-        shares_bytes = call.is_shipped and not self._check_every_call
-        if self._calls_sharing_bytes and not shares_bytes:
+        shares = call.is_shipped and not self._check_every_call
+        if not shares and (self._calls_sharing_bytes or self._unchecked_calls):
             self.check_rest()
         is_full = self._prepare_check(call, self._tripwire)
+        shares_quick_check = shares and not is_full and call[:2] not in self._rewriting_calls
         self.streams.derive(call.name, call.where, call.step)
         # torch.no_grad() as a context manager would cost each observer 1.5 µs.
         grad_mode = torch.is_grad_enabled()
@@ -185,6 +208,7 @@ class Isolation:
         try:
             return function() if current_pass() == -1 else with_callbacks(function)
         except BaseException:
+            shares_quick_check = False
             _restore_cheaply(self._tripwire, self._modes)
             raise
         finally:
@@ -192,9 +216,12 @@ class Isolation:
             if (*map(operator.call, MODE_COUNTERS),) != self._modes:
                 leave_modes(self._modes)
             if is_full:
-                self.check(call, shares_bytes=shares_bytes)
+                self.check(call, shares_bytes=shares)
+            elif shares_quick_check:
+                self._unchecked_calls.append(call)
             else:
-                self._check_quickly(call)
+                calls, self._unchecked_calls = [*self._unchecked_calls, call], []
+                self._check_quickly(AnyOf(calls), calls)
             if grad_mode is not self._grad_mode:  # a nested call: the outer one continues without gradients
                 torch._C._set_grad_enabled(grad_mode)
 
@@ -261,19 +288,20 @@ class Isolation:
         # seen & (seen - 1) is 0 exactly for powers of two
         is_full = seen <= CALLS_CHECKED_ALONE or not seen & (seen - 1) or self._audit.enabled
         if is_full or key in self._rewriting_calls:
+            self._check_shared_quickly()  # first, since bytes that these calls changed must not be recorded
             tripwire.record_bytes()
         return is_full
 
-    def _check_quickly(self, call: Call) -> None:
+    def _check_quickly(self, culprit: object, calls: list[Call]) -> None:
         try:
-            self._tripwire.check_quickly(call)
+            self._tripwire.check_quickly(culprit)
         except StateMutationError:
             # The end of the visit would blame these calls for the same change.
-            self._unfinished_calls, self._calls_sharing_bytes = [], []
+            self._unchecked_calls, self._unfinished_calls, self._calls_sharing_bytes = [], [], []
             raise
         if self._tripwire.rewritten:
-            self._rewriting_calls.add(call[:2])
-        self._unfinished_calls.append(call)
+            self._rewriting_calls.update([call[:2] for call in calls])
+        self._unfinished_calls += calls
 
     def intervene(self, call: Call, function: Callable[[], Result], *, mutates: bool) -> Result:
         """Run ``function`` on the call's random stream and roll back all its changes of the training state."""
@@ -336,11 +364,6 @@ class Isolation:
     def _restore_streams_for_audit(self) -> None:
         if self._audit.enabled and self._saved_streams is not None:
             self._saved_streams.restore()
-
-
-def _any_of(calls: list[Call]) -> object:
-    """Return the subject of a sentence about one of several calls."""
-    return " or ".join(map(str, calls)) if len(calls) > 1 else calls[0]
 
 
 def _restore_cheaply(tripwire: Tripwire, modes: tuple[int, ...]) -> None:

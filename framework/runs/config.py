@@ -90,7 +90,7 @@ class RunSettings:
         with_hooks: hook group: none, minimal, health, observers, interventions or full; default: the experiment's.
         on_hook_error: end the run with a checkpoint (raise), or continue without the hook (skip).
         audit_hooks: digest the complete training state before and after every hook call.
-        check_every_call: compare the bytes after each call of loopscope's own hooks, not of several together.
+        check_every_call: check each call of loopscope's own hooks alone, not several together.
         profile_hooks: write each hook's time and memory to summary.json.
         guardian_device: device of the rollback copies; by default that of the originals.
         hook_offload_state: keep the state of hooks on the CPU between their calls.

@@ -1,10 +1,17 @@
-"""Consecutive calls of loopscope's own hooks share one comparison of bytes, which still finds every write."""
+"""Consecutive calls of loopscope's own hooks share their checks, which still find every write."""
+
+from collections.abc import Callable
+from functools import partial
 
 import pytest
+import torch
+from loopscope.engine import HookManager
 from loopscope.errors import StateMutationError
+from loopscope.hooks import HookPoint
 from loopscope.isolation import Call, Isolation
 from loopscope.isolation.tripwire import Tripwire
 from loopscope.state import TrainingState
+from loopscope.training_hooks.progress import TrainingMetrics
 
 from tests.support import Case, build
 
@@ -107,3 +114,114 @@ def test_separate_checks_name_one_hook(writer):
     with pytest.raises(StateMutationError, match=f"Hook '{writer}' at POST_STEP") as caught:
         observe_all(Isolation(state, check_every_call=True), state, OWN, writer)
     assert not any(f"Hook '{call.name}'" in str(caught.value) for call in OWN if call.name != writer)
+
+
+def write_openly(state: TrainingState) -> None:
+    """Write in place, which increments a version counter."""
+    with torch.no_grad():
+        next(state.modules.parameters()).add_(1)
+
+
+def pass_full_checks(isolation: Isolation, calls: list[Call]) -> None:
+    """Make the first four calls of each, which are checked alone."""
+    for _ in range(4):
+        with isolation.visit():
+            for call in calls:
+                isolation.observe(call, nothing)
+
+
+def make_calls(isolation: Isolation, functions: dict[Call, Callable[[], object]]) -> None:
+    """Make the calls with their functions in one visit."""
+    with isolation.visit():
+        for call, function in functions.items():
+            isolation.observe(call, function)
+
+
+@pytest.fixture
+def quick_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the culprits of the quick checks that are made."""
+    culprits: list[str] = []
+    check_quickly = Tripwire.check_quickly
+
+    def counted(self: Tripwire, culprit: object) -> None:
+        culprits.append(str(culprit))
+        check_quickly(self, culprit)
+
+    monkeypatch.setattr(Tripwire, "check_quickly", counted)
+    return culprits
+
+
+@pytest.mark.parametrize(("every", "counts"), [(False, [2, 1, 1]), (True, [1, 1, 1, 1])])
+def test_own_calls_share_one_quick_check(quick_checks, every, counts):
+    """Calls of other code are checked alone, after the calls before them."""
+    isolation = Isolation(made(), check_every_call=every)
+    pass_full_checks(isolation, [*OWN, FOREIGN])
+    quick_checks.clear()
+    with isolation.visit():
+        for call in (*OWN[:2], FOREIGN, OWN[2]):
+            isolation.observe(call, nothing)
+    assert [text.count("Hook '") for text in quick_checks] == counts
+
+
+@pytest.mark.guarantee("observers-change-nothing")
+@pytest.mark.parametrize("writer", ["first", "second", "third"])
+def test_own_open_write_names_all_candidates(writer):
+    """The shared quick check finds a write that incremented a version counter, in a call without a full check."""
+    state = made()
+    isolation = Isolation(state)
+    pass_full_checks(isolation, OWN)
+    functions = {call: partial(write_openly, state) if call.name == writer else nothing for call in OWN}
+    with pytest.raises(StateMutationError) as caught:
+        make_calls(isolation, functions)
+    assert all(f"Hook '{call.name}'" in str(caught.value) for call in OWN)
+
+
+@pytest.mark.guarantee("observers-change-nothing")
+@pytest.mark.parametrize("writer", ["first", "foreign"])
+def test_own_open_writes_are_not_blamed_on_others(writer):
+    state = made()
+    isolation = Isolation(state)
+    pass_full_checks(isolation, [*OWN, FOREIGN])
+    calls = (OWN[0], FOREIGN, OWN[1])
+    functions = {call: partial(write_openly, state) if call.name == writer else nothing for call in calls}
+    with pytest.raises(StateMutationError) as caught:
+        make_calls(isolation, functions)
+    assert f"Hook '{writer}'" in str(caught.value)
+    assert str(caught.value).count("Hook '") == 1
+
+
+@pytest.mark.guarantee("observers-change-nothing")
+def test_bytes_are_recorded_after_the_shared_check():
+    """The bytes of a changed state must not be recorded for the full check of the next call."""
+    state = made()
+    isolation = Isolation(state)
+    pass_full_checks(isolation, OWN[:1])
+    with pytest.raises(StateMutationError, match="Hook 'first' at POST_STEP"):
+        make_calls(isolation, {OWN[0]: partial(write_openly, state), OWN[1]: nothing})
+
+
+@pytest.mark.guarantee("observers-change-nothing")
+def test_own_call_that_raises_is_checked_with_those_before():
+    """The write of the first call is not attributed to the second alone, whose error is of no use then."""
+    state = made()
+    isolation = Isolation(state)
+    pass_full_checks(isolation, OWN)
+    with pytest.raises(StateMutationError, match=r"Hook 'first' .* or Hook 'second'"):
+        make_calls(isolation, {OWN[0]: partial(write_openly, state), OWN[1]: lambda: 1 / 0})
+
+
+@pytest.mark.guarantee("observers-change-nothing")
+def test_open_write_by_own_observer_ends_the_run():
+    """The error of the shared check ends the run like one of a single call: no hook is called afterwards."""
+    task, state = build(Case())
+    hook = TrainingMetrics()
+    hook.loop_points = {"epoch": {HookPoint.PRE_STEP}}
+    manager = HookManager([hook], task, state)
+    for _ in range(4):
+        manager.fire(HookPoint.PRE_STEP)
+    hook.compute = lambda ctx: write_openly(state) or {}
+    with pytest.raises(StateMutationError, match="Hook 'training_metrics' at PRE_STEP"):
+        manager.fire(HookPoint.PRE_STEP)
+    hook.compute = lambda ctx: pytest.fail("called after a change of the training state")
+    manager.fire(HookPoint.PRE_STEP)
+    manager.end("failed")
