@@ -1,6 +1,6 @@
 """Parameters of a model, or their gradients, concatenated to one vector, so that few operations process all."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import compress
@@ -126,6 +126,25 @@ class FlatLayout:
         if views:
             torch._foreach_add_(views, shards, alpha=weight)
 
+    def views(self, vector: FlatVector) -> list[Tensor]:
+        """Return views of a vector in the shapes of the parameters, or of this rank's shards of them."""
+        if not vector.views:
+            parts = zip(self._parts(vector.data), self._shapes, strict=True)
+            vector.views = [part.view(shape) for part, shape in parts]
+        return vector.views
+
+    def shards(self, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        """Yield this rank's shard of a tensor for each parameter, zeros for missing names."""
+        for (name, owner), shape in zip(self.parameters.items(), self._shapes, strict=True):
+            if name not in tensors:
+                yield torch.zeros(shape, dtype=self._dtype, device=self.device)
+            else:
+                yield local_shards([laid_out_like(tensors[name], owner)])[0].to(self.device)
+
+    def over_ranks(self, values: Tensor) -> Tensor:
+        """Return sums over shards, one for each parameter (last dimension), summed over the ranks."""
+        return over_shards(values, self._groups)
+
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients by name, without parameters that have none."""
         return {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
@@ -145,16 +164,6 @@ class FlatLayout:
         pairs = zip(self._parts(a), self._parts(b), strict=True)
         return over_shards(flat_products(list(pairs)), self._groups)
 
-    def maxima(self, a: Tensor) -> Tensor:
-        """Return the largest element of each parameter, zero for an empty one, shape (parameters,)."""
-        parts = [part.amax() if part.numel() else part.sum() for part in self._parts(a)]
-        return over_shards(torch.stack(parts), self._groups, largest=True)
-
-    def nonzeros(self, a: Tensor) -> Tensor:
-        """Return the number of nonzero elements of a vector, zero-dimensional, int64."""
-        counts = torch.stack([torch.count_nonzero(part) for part in self._parts(a)])
-        return over_shards(counts, self._groups).sum()
-
     def named(self, a: Tensor) -> dict[str, Tensor]:
         """Return views of a vector by parameter name, each with the shape and layout of its parameter."""
         parts = zip(self.parameters.items(), self._parts(a), self._shapes, strict=True)
@@ -173,17 +182,15 @@ class FlatLayout:
 
     def _pairs(self, tensors: Mapping[str, Tensor], vector: FlatVector) -> tuple[list[Tensor], list[Tensor]]:
         """Return the views of the parameters in ``tensors``, and this rank's shards of these tensors."""
-        if not vector.views:
-            parts = zip(self._parts(vector.data), self._shapes, strict=True)
-            vector.views = [part.view(shape) for part, shape in parts]
+        views = self.views(vector)
         if tensors is self.parameters:
-            return vector.views, local_shards(tensors.values())
+            return views, local_shards(tensors.values())
         is_given = [name in tensors for name in self.names]
         shards = [tensors[name] for name in compress(self.names, is_given)]
         if self._sharded:
             owners = compress(self.parameters.values(), is_given)
             shards = local_shards(map(laid_out_like, shards, owners))
-        return list(compress(vector.views, is_given)), shards
+        return list(compress(views, is_given)), shards
 
 
 class FlatMemory(Remembering):

@@ -1,42 +1,70 @@
-"""Copies of the parameters from before an update, which hooks that measure the same step share."""
+"""Copies of the parameters, which hooks that measure the same step or interval share."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from loopscope.tensors import groups_of, local_shards, norms, over_shards, trainable
+from loopscope.hooks import Remembered, Remembering
+from loopscope.tensors import (
+    Vector,
+    flat_products,
+    groups_of,
+    laid_out_like,
+    local_shards,
+    norms,
+    norms_of,
+    over_shards,
+    total_of,
+    trainable,
+)
 from torch import Tensor, nn
+
+from .flat_vectors import sharded_like, stacked
+
+PIECE = 2**16
+"""Elements that the CPU compares at a time, so that the difference stays in its cache."""
 
 
 class WeightCopy:
-    """The trainable parameters at one moment, in float32 or wider; of a sharded parameter this rank's shard.
+    """Parameters at one moment, in float32 or wider; of a sharded parameter this rank's shard.
 
     Args:
-        model: the model to copy.
+        parameters: the parameters to copy.
     """
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module) -> None:
-        parameters = trainable(model)
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._versions = _versions(parameters)
         shards = zip(parameters, local_shards(parameters.values()), strict=True)
-        self._copies = {
-            name: shard.detach().to(torch.promote_types(shard.dtype, torch.float32), copy=True)
-            for name, shard in shards
-        }
+        self._copies = {name: _wide(shard.detach(), copy=True) for name, shard in shards}
         # The latest results, for another hook that asks for the same
         self._change_norms: tuple[Any, Tensor] | None = None
         self._norms: tuple[list[str], Tensor] | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> "WeightCopy":
-        """Return a copy of the parameters as they are now; hooks that call this for the same weights share one."""
+        """Return a copy of the parameters as they are now; hooks that call this for the same weights share one.
+
+        The copy is for one step: code that writes through ``parameter.data`` leaves no trace by which a later call
+        would recognise other weights. :meth:`kept` returns copies that live longer.
+        """
+        parameters = trainable(model)
         latest = _LATEST.get(model)
         copy = None if latest is None else latest()
-        if copy is None or copy._versions != _versions(trainable(model)):
-            copy = cls(model)
+        if copy is None or copy._versions != _versions(parameters):
+            copy = cls(parameters)
             _LATEST[model] = ref(copy)
+        return copy
+
+    @classmethod
+    def kept(cls, model: nn.Module, parameters: Mapping[str, Tensor]) -> Self:
+        """Return a copy of these parameters to keep between steps; hooks share one if all elements are equal."""
+        latest = _KEPT.get(model)
+        copy = None if latest is None else latest()
+        if not isinstance(copy, cls) or not copy.equals(parameters):
+            copy = cls(parameters)
+            _KEPT[model] = ref(copy)
         return copy
 
     def __getitem__(self, name: str) -> Tensor:
@@ -45,6 +73,45 @@ class WeightCopy:
 
     def __contains__(self, name: str) -> bool:
         return name in self._copies
+
+    @torch.no_grad()
+    def equals(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Return whether the copy has these names, and on this rank the same elements."""
+        if [*self._copies] != [*parameters]:
+            return False
+        pairs = [*zip(self._copies.values(), local_shards(parameters.values()), strict=True)]
+        if any(_kind(copy) != _kind(live) for copy, live in pairs):
+            return False
+        # One flag for all parameters, so that the host waits for a device once
+        flags = [(copy == live.detach()).all() for copy, live in pairs]
+        return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+
+    def named(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the copies by name, as DTensors where the parameters are DTensors."""
+        return {name: sharded_like(copy, parameters[name]) for name, copy in self._copies.items()}
+
+    @torch.no_grad()
+    def distances(self, parameters: Mapping[str, Tensor], *, follow: bool = False) -> Tensor:
+        """Return ‖θ − θ₋‖₂ of each parameter, shape (parameters,), without a difference of all elements in memory.
+
+        With ``follow``, θ then overwrites the copy θ₋; no other hook may hold it.
+        """
+        shards = zip(parameters, local_shards(parameters.values()), strict=True)
+        lengths = [_distance(self._copies[name], shard.detach(), follow=follow) for name, shard in shards]
+        return _over_ranks(stacked(lengths), parameters)
+
+    @torch.no_grad()
+    def movement(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ‖Δ‖₂, max |Δᵢ| and the number of Δᵢ ≠ 0, Δ = θ − θ₋, for each parameter, shape (parameters,) each."""
+        shards = zip(parameters, local_shards(parameters.values()), strict=True)
+        columns = [_movement(self._copies[name], shard.detach()) for name, shard in shards]
+        lengths, largest, changed = (stacked(column) for column in zip(*columns, strict=True))
+        groups = groups_of(parameters.values())
+        return (
+            _over_ranks(lengths, parameters),
+            over_shards(largest, groups, largest=True),
+            over_shards(changed, groups),
+        )
 
     @torch.no_grad()
     def changes(self, parameters: Mapping[str, Tensor]) -> Iterator[Tensor]:
@@ -70,10 +137,124 @@ class WeightCopy:
 @torch.no_grad()
 def _norms_over_ranks(parts: Iterable[Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
     """Return the norms of tensors of which each rank has the part that it has of a parameter, float64."""
-    values = norms(parts).double()
+    return _over_ranks(norms(parts).double(), parameters)
+
+
+def _over_ranks(values: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Return the norms of whole parameters from those of this rank's shards, shape (parameters,)."""
     # ‖x‖ = √(Σ_r ‖x_r‖²) over the ranks r with shards; squares of float32 numbers fit into float64
     groups = groups_of(parameters.values())
     return over_shards(values.square(), groups).sqrt() if groups else values
+
+
+def _distance(old: Tensor, new: Tensor, *, follow: bool) -> Tensor:
+    """Return ‖new − old‖₂, zero-dimensional; with ``follow``, ``new`` then overwrites ``old``."""
+    lengths = []
+    for before, after in pieces(old, new):
+        lengths.append(length_of(_wide(after) - before))
+        if follow:
+            before.copy_(after)
+    return total_of(torch.stack(lengths))
+
+
+def _movement(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ‖Δ‖₂, max |Δᵢ| and the number of Δᵢ ≠ 0 of Δ = new − old, zero-dimensional."""
+    lengths, largest, changed = [], [], []
+    for before, after in pieces(old, new):
+        change = _wide(after) - before
+        lengths.append(length_of(change))
+        changed.append(torch.count_nonzero(change))
+        largest.append(change.abs_().amax() if change.numel() else change.sum())
+    return total_of(torch.stack(lengths)), torch.stack(largest).amax(), torch.stack(changed).sum()
+
+
+def length_of(piece: Tensor) -> Tensor:
+    """Return ‖x‖₂ of one of the :func:`pieces`, zero-dimensional, in the widest dtype of its device."""
+    if piece.device.type == "cpu":
+        # float32 sums of BLAS are ten times as accurate as those of torch's norm
+        flat = piece.reshape(-1)
+        return flat_products([(flat, flat)])[0].sqrt()
+    return norms_of([piece])[0]
+
+
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield parts of tensors of one shape: on the CPU of :data:`PIECE` elements, on other devices the tensors.
+
+    The parts share the memory of the tensors.
+    """
+    if tensors[0].device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
+        yield tensors
+    else:
+        yield from zip(*(torch.split(tensor.view(-1), PIECE) for tensor in tensors), strict=True)
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
+    """Return the properties of the wide copy of a tensor."""
+    return torch.promote_types(tensor.dtype, torch.float32), tensor.device, tensor.shape
+
+
+def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=copy)
+
+
+class WeightMemory(Remembering):
+    """Memory of a hook between steps: copies of a fixed set of parameters by name, shared where they are equal."""
+
+    names = Remembered(list[str])
+    """Names of the parameters; empty before :meth:`reset_to`."""
+    copies = Remembered(dict[str, WeightCopy], saved=False)
+    _own = Remembered(set[str], saved=False)
+    """Names of the copies that no other hook shares."""
+    _parameters = Remembered(dict[str, nn.Parameter], saved=False)
+    _loaded = Remembered[Mapping[str, Vector]](dict, saved=False)
+    """Loaded copies by parameter name, until a model determines their layout and device."""
+
+    def reset_to(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *copies: str) -> None:
+        """Reset to these parameters of a model, with their current values in each of the named ``copies``."""
+        self.reset()
+        self.names, self._parameters = list(parameters), dict(parameters)
+        if copies:
+            self.copies = dict.fromkeys(copies, WeightCopy.kept(model, parameters))
+
+    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters, after moving loaded copies to the device of this model."""
+        if not self._parameters:
+            self._parameters = {name: model.get_parameter(name) for name in self.names}
+            self.copies = {name: self._restored(vector, model) for name, vector in self._loaded.items()}
+            self._loaded = {}
+        return self._parameters
+
+    def _restored(self, vector: Vector, model: nn.Module) -> WeightCopy:
+        on_device = {name: vector[name].to(owner.device) for name, owner in self._parameters.items()}
+        return WeightCopy.kept(
+            model, {name: laid_out_like(value, self._parameters[name]) for name, value in on_device.items()}
+        )
+
+    def keep(self, name: str, model: nn.Module) -> None:
+        """Replace a copy by the current values."""
+        self._own.discard(name)
+        self.copies[name] = WeightCopy.kept(model, self.parameters(model))
+
+    def follow(self, name: str, model: nn.Module) -> Tensor:
+        """Return ‖θ − θ₋‖₂ of each parameter from a copy θ₋, shape (parameters,), and replace the copy by θ."""
+        parameters, copy = self.parameters(model), self.copies[name]
+        distances = copy.distances(parameters, follow=name in self._own)
+        if name not in self._own:
+            self.copies[name] = WeightCopy(parameters)
+            self._own.add(name)
+        return distances
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the names of the parameters, and the copies by parameter name."""
+        vectors = {name: copy.named(self._parameters) for name, copy in self.copies.items()}
+        loaded = {name: dict(vector) for name, vector in self._loaded.items()}
+        return super().state_dict() | {"vectors": vectors or loaded}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`."""
+        self.reset()
+        super().load_state_dict(state)
+        self._loaded = {name: dict(vector) for name, vector in state["vectors"].items()}
 
 
 def _versions(parameters: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
@@ -81,4 +262,6 @@ def _versions(parameters: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
 
 
 _LATEST: "WeakKeyDictionary[nn.Module, ref[WeightCopy]]" = WeakKeyDictionary()
-"""The latest copy of each model, as long as a hook uses it."""
+"""The latest copy of each model for one step, as long as a hook uses it."""
+_KEPT: "WeakKeyDictionary[nn.Module, ref[WeightCopy]]" = WeakKeyDictionary()
+"""The latest copy of each model that is kept between steps, as long as a hook uses it."""

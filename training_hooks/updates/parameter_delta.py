@@ -1,35 +1,28 @@
 """Change of the parameters over an epoch, in total and per parameter."""
 
-import torch
+from collections.abc import Mapping
+
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.hooks import Metrics, RunInfo
-from loopscope.tensors import trainable
+from loopscope.tensors import total_of, trainable
 from torch import Tensor
 
-from ..measures import FlatLayout, FlatMemory, FlatSpace
+from ..measures import FlatSpace, WeightCopy, WeightMemory
 
 
-def delta_metrics(layout: FlatLayout, previous: Tensor, current: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of :class:`ParameterDelta`; overwrites ``previous``.
-
-    Args:
-        layout: the layout of both vectors.
-        previous: θ', shape (elements,).
-        current: θ, shape (elements,).
-    """
-    previous_squares = layout.dots(previous, previous)
-    # The change and its magnitudes overwrite ``previous``, so that no third vector is needed.
-    delta = torch.sub(current, previous, out=previous)
-    squares, changed, largest = layout.dots(delta, delta), layout.nonzeros(delta), layout.maxima(delta.abs_())
+def delta_metrics(previous: WeightCopy, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the metrics of :class:`ParameterDelta` from the parameters at the last report and the current ones."""
+    lengths, largest, changed = previous.movement(parameters)
+    previous_lengths = previous.norms(parameters)
     metrics = {
-        "total_delta": squares.sum().sqrt(),
-        "total_relative_delta": (squares.sum() / previous_squares.sum()).sqrt(),
+        "total_delta": total_of(lengths),
+        "total_relative_delta": total_of(lengths) / total_of(previous_lengths),
         "max_abs_delta": largest.max(),
-        "changed_fraction": changed / FlatSpace(layout.parameters).size,
+        "changed_fraction": changed.sum() / FlatSpace(parameters).size,
     }
-    by_parameter = {"delta": squares.sqrt(), "relative_delta": (squares / previous_squares).sqrt(), "max_abs": largest}
+    by_parameter = {"delta": lengths, "relative_delta": lengths / previous_lengths, "max_abs": largest}
     for metric, values in by_parameter.items():
-        metrics |= {f"{metric}/{name}": value for name, value in layout.by_name(values).items()}
+        metrics |= {f"{metric}/{name}": value for name, value in zip(parameters, values.unbind(), strict=True)}
     return metrics
 
 
@@ -41,12 +34,12 @@ class ParameterDelta(TrainingHook):
     decay and committing hooks. Movements that cancel out in between do not count.
 
     Assumes that the same parameters are trained from one report to the next; if the set of trained parameters changes,
-    the hook skips a report. Keeps two copies of the parameters in float32 or wider (one is work space).
+    the hook skips a report. Keeps one copy of the parameters in float32 or wider, which path_length shares.
     """
 
     name = "parameter_delta"
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
-    _memory = Remembered(FlatMemory, merged=True)  # the parameters at the last report
+    _memory = Remembered(WeightMemory, merged=True)  # the parameters at the last report
     metrics = """
         total_delta | ‖Δ‖₂ over all trained parameters, Δ = θ − θ', θ' those one epoch before (step loop: one SNAPSHOT)
             | [0, ∞) | The net movement. Far below the sum of the steps (path_length): the steps cancel.
@@ -67,15 +60,15 @@ class ParameterDelta(TrainingHook):
     def start(self, run: RunInfo) -> None:
         """Keep the initial parameters of the strategy; a resumed run already has those of the last report."""
         if not self._memory.names:
-            self._memory.reset_to(trainable(run.model), "before")
+            self._memory.reset_to(run.model, trainable(run.model), "before")
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the change since the last report, or nothing if other parameters are trained now; keep the current."""
         trained = trainable(ctx.model)
         if self._memory.names != list(trained):
-            self._memory.reset_to(trained, "before")
+            self._memory.reset_to(ctx.model, trained, "before")
             return {}
-        layout = self._memory.layout(ctx.model)
-        current, previous = layout.copy(layout.parameters, self._memory.scratch(layout)), self._memory.vectors["before"]
-        self._memory.vectors, self._memory.spare = {"before": current}, previous
-        return delta_metrics(layout, previous.data, current.data)
+        parameters = self._memory.parameters(ctx.model)
+        metrics = delta_metrics(self._memory.copies["before"], parameters)
+        self._memory.keep("before", ctx.model)
+        return metrics

@@ -6,10 +6,10 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import require
 from loopscope.hooks import STEP_POINTS, Metrics, RunInfo
-from loopscope.tensors import trainable
-from torch import Tensor
+from loopscope.tensors import total_of, trainable
+from torch import Tensor, nn
 
-from ..measures import FlatLayout, FlatMemory
+from ..measures import WeightMemory
 
 POINTS = ("start", "interval", "newest")
 FOLD = 512  # legs that are collected before their lengths are added up in one operation
@@ -26,8 +26,9 @@ class PathLength(TrainingHook):
     last report.
 
     Assumes that the same parameters are trained throughout: one that is frozen later does not move, one that is
-    unfrozen later is not part of the path. Keeps three copies of the parameters, in float32 or wider: at the start, at
-    the last report, and at the newest point.
+    unfrozen later is not part of the path. Keeps up to three copies of the parameters, in float32 or wider: at the
+    start, at the last report, and at the newest point. Equal copies are one, and parameter_delta shares that at the
+    last report.
 
     Args:
         every: steps from one point of the path to the next.
@@ -38,7 +39,7 @@ class PathLength(TrainingHook):
         "epoch": frozenset({HookPoint.POST_BACKWARD, HookPoint.POST_EPOCH}),
         "step": frozenset({HookPoint.POST_BACKWARD, HookPoint.SNAPSHOT}),
     }
-    _memory = Remembered(FlatMemory)
+    _memory = Remembered(WeightMemory)
     _squares = Remembered(list[Tensor])  # squared lengths of the legs that are not yet added up
     _path = Remembered(partial(torch.zeros, (), dtype=torch.float64))
     _interval_path = Remembered(partial(torch.zeros, (), dtype=torch.float64))
@@ -70,27 +71,22 @@ class PathLength(TrainingHook):
     def start(self, run: RunInfo) -> None:
         """Keep the parameters as the start of the path; a resumed run already has them."""
         if not self._memory.names:
-            self._memory.reset_to(trainable(run.model), *POINTS)
+            self._memory.reset_to(run.model, trainable(run.model), *POINTS)
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Add the leg since the last point, if there were steps; at reports return the metrics of the path so far."""
         if not self._memory.names:
-            self._memory.reset_to(trainable(ctx.model), *POINTS)
+            self._memory.reset_to(ctx.model, trainable(ctx.model), *POINTS)
         between_steps = ctx.hook_point not in STEP_POINTS
         completed_steps = ctx.step if between_steps else ctx.step - 1
-        layout = self._memory.layout(ctx.model)
         if self._done is not None and completed_steps > self._done:
-            self._add_leg(layout, completed_steps - self._done)
+            self._add_leg(ctx.model, completed_steps - self._done)
         self._done = completed_steps
-        return self._report(layout) if between_steps and self._interval_steps else {}
+        return self._report(ctx.model) if between_steps and self._interval_steps else {}
 
-    def _add_leg(self, layout: FlatLayout, steps: int) -> None:
+    def _add_leg(self, model: nn.Module, steps: int) -> None:
         """Measure the leg from the previous point to the current parameters, which become the newest point."""
-        # One vector serves twice, so that no further copy is needed: θ' becomes θ' − θ (the leg), and then θ.
-        newest = self._memory.vectors["newest"]
-        layout.add(layout.parameters, newest, -1)
-        self._squares.append(layout.dot(newest.data, newest.data))
-        layout.copy(layout.parameters, newest)
+        self._squares.append(total_of(self._memory.follow("newest", model)).square())
         self._steps += steps
         self._interval_steps += steps
         if len(self._squares) >= FOLD:
@@ -104,14 +100,14 @@ class PathLength(TrainingHook):
             self._interval_path = self._interval_path.to(device) + lengths.sum()
             self._squares = []
 
-    def _report(self, layout: FlatLayout) -> Metrics:
+    def _report(self, model: nn.Module) -> Metrics:
         self._fold()
-        vectors, path = self._memory.vectors, self._interval_path
+        path, parameters = self._interval_path, self._memory.parameters(model)
         self._path = self._path.to(path.device) + path
-        newest = vectors["newest"].data
-        displacement = layout.norm(newest - vectors["start"].data)
-        interval_displacement = layout.norm(newest - vectors["interval"].data)
-        vectors["interval"].data.copy_(newest)
+        displacement, interval_displacement = (
+            total_of(self._memory.copies[name].distances(parameters)) for name in ("start", "interval")
+        )
+        self._memory.keep("interval", model)
         steps, self._interval_path, self._interval_steps = self._interval_steps, torch.zeros_like(path), 0
         return {
             "path_length": self._path,

@@ -55,7 +55,7 @@ def test_vector_does_not_share_parameter_memory():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_flat_sums_match_sums_over_parts(dtype):
-    """Dot products, maxima and counts match those of the parts, in at least float32."""
+    """Dot products match those of the parts, in at least float32."""
     layout = layout_of((7, 5), (3,), (0,), dtype=dtype)
     a, b = layout.values(), layout.copy({"p0": torch.randn(7, 5)}, layout.zeros())
     assert a.data.dtype == torch.promote_types(dtype, torch.float32)
@@ -63,8 +63,6 @@ def test_flat_sums_match_sums_over_parts(dtype):
     products = [float((x.double() * y.double()).sum()) for x, y in parts]
     assert layout.dots(a.data, b.data).tolist() == pytest.approx(products, rel=1e-5, abs=1e-6)
     assert float(layout.dot(a.data, b.data)) == pytest.approx(sum(products), rel=1e-5, abs=1e-6)
-    assert layout.maxima(a.data).tolist() == [float(view.max()) if view.numel() else 0 for view in a.views]
-    assert int(layout.nonzeros(b.data)) == int((b.data != 0).sum()) == 35
 
 
 def test_restored_memory_finds_model_parameters():
