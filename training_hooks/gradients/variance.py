@@ -9,10 +9,10 @@ from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepS
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import EVERY_STEP, Metrics, RunInfo
 from loopscope.option_words import hook_option_text
-from loopscope.tensors import trainable
+from loopscope.tensors import Vector, trainable
 from torch import Tensor
 
-from ..measures import FlatLayout, FlatMemory, is_overflowed
+from ..measures import FlatLayout, FlatMemory, FlatVector, is_overflowed, length_of, pieces
 
 
 @dataclass
@@ -44,14 +44,37 @@ class Chunk:
         return Chunk(**vars(self) | moved | {"mean": layout.flat(self.mean)})
 
 
-def extend(chunk: Chunk, layout: FlatLayout, gradient: Tensor, work: Tensor) -> None:
-    """Add a gradient to a chunk in place; overwrites ``work``. Both vectors have shape (elements,)."""
-    # Welford's recurrence: δ = g_n − mean_{n−1}, scatter += ‖δ‖²·(n − 1)/n, mean += δ/n
+@torch.no_grad()
+def extend(chunk: Chunk, layout: FlatLayout, gradients: Vector, previous: FlatVector, *, has_previous: bool) -> None:
+    """Add gradients to a chunk in place, and overwrite the previous ones by them.
+
+    Args:
+        chunk: the chunk.
+        layout: the layout of the chunk's mean and of ``previous``.
+        gradients: gradients by parameter name; zeros for missing names.
+        previous: the gradients of the step before.
+        has_previous: whether ``previous`` has such gradients, or undefined values.
+    """
     chunk.count += 1
-    torch.sub(gradient, chunk.mean, out=work)
+    means, before = layout.views(FlatVector(chunk.mean)), layout.views(previous)
+    rows = []
+    for triple in zip(layout.shards(gradients), means, before, strict=True):
+        squares = []
+        for new, mean, old in pieces(*triple):
+            # Welford's recurrence: δ = g_n − mean_{n−1}, scatter += ‖δ‖²·(n − 1)/n, mean += δ/n
+            deviation = new.to(mean.dtype) - mean
+            lengths = [length_of(deviation)]
+            mean.add_(deviation, alpha=1 / chunk.count)
+            if has_previous:
+                lengths.append(length_of(torch.sub(new, old, out=deviation)))
+            old.copy_(new)
+            squares.append(torch.stack(lengths).square())
+        rows.append(torch.stack(squares).sum(0))
+    table = layout.over_ranks(torch.stack([row.to(layout.device) for row in rows], dim=-1))
     if chunk.count > 1:
-        chunk.scatter += layout.dots(work, work) * ((chunk.count - 1) / chunk.count)
-    chunk.mean.add_(work, alpha=1 / chunk.count)
+        chunk.scatter += table[0] * ((chunk.count - 1) / chunk.count)
+    if has_previous:
+        (chunk.changes if chunk.count > 1 else chunk.link).add_(table[1].sum())
 
 
 def merge(chunks: Sequence[Chunk], layout: FlatLayout) -> Chunk:
@@ -106,8 +129,9 @@ class Variance(TrainingHook):
 
     Assumes that the gradients of a window are draws around one mean although the parameters move in the meantime;
     ``successive_ratio`` measures how well that holds. A window with a step that a loss scaler skips has no report;
-    windows that slide start again after it. A parameter without a gradient in a step counts as zero. Keeps three
-    gradients in float32 or wider (mean, newest, work space), and ``window/every − 1`` more if windows slide.
+    windows that slide start again after it. A parameter without a gradient in a step counts as zero. Keeps two
+    gradients in float32 or wider within a window, the mean and the newest one, and ``window/every − 1`` more if windows
+    slide.
 
     Args:
         window: steps in a window.
@@ -180,6 +204,8 @@ class Variance(TrainingHook):
         chunks_per_window = self._window // self._length
         chunks = [chunk.on(layout) for chunk in self._chunks]
         self._chunks = chunks[1:] if len(chunks) == chunks_per_window else chunks
+        if not self._chunks:
+            self._memory.vectors = {}  # windows do not slide, so the next one starts without a previous gradient
         return statistics(merge(chunks, layout), layout) if len(chunks) == chunks_per_window else {}
 
     def _layout(self, ctx: RunDataContext) -> FlatLayout:
@@ -196,18 +222,14 @@ class Variance(TrainingHook):
 
     def _extend(self, ctx: RunDataContext) -> FlatLayout:
         """Add the step's gradient to the newest chunk, or to a new one if that is full."""
-        layout = self._layout(ctx)
+        layout, vectors = self._layout(ctx), self._memory.vectors
         gradients = layout.gradients()
-        newest = layout.copy(gradients, self._memory.scratch(layout))
         chunk = self._chunks[-1] = self._chunks[-1].on(layout)
         chunk.owners += [name for name in gradients if name not in chunk.owners]
-        previous = self._memory.vectors.get("previous")
-        work = previous or layout.zeros()
-        if previous is not None:
-            change = torch.sub(newest.data, previous.data, out=work.data)
-            (chunk.changes if chunk.count else chunk.link).add_(layout.dot(change, change))
-        extend(chunk, layout, newest.data, work.data)
-        self._memory.vectors["previous"], self._memory.spare = newest, work
+        has_previous = "previous" in vectors
+        if not has_previous:
+            vectors["previous"] = layout.zeros()
+        extend(chunk, layout, gradients, vectors["previous"], has_previous=has_previous)
         return layout
 
     def state_dict(self) -> dict[str, Any]:
