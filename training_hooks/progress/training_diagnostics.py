@@ -8,10 +8,10 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError, require
 from loopscope.hooks import MetricInfo, Metrics, RunInfo, metric_table
-from loopscope.tensors import Vector, accumulate, norm, trainable
-from torch import Tensor
+from loopscope.tensors import Vector, laid_out_like, total_of, trainable
+from torch import Tensor, nn
 
-from ..measures import stacked
+from ..measures import WeightCopy, stacked
 
 AROUND_UPDATE = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
 VALUES_PER_LAG = 4  # losses that the window must have for each lag of the autocorrelation
@@ -38,10 +38,9 @@ def autocorrelation(series: Tensor, lag: int) -> Tensor:
     return products / centred.square().sum()
 
 
-def update_ratio(before: dict[str, Tensor], after: Vector) -> Tensor:
-    """Return ‖θ_after − θ_before‖₂ / (‖θ_before‖₂ + 1e-12), zero-dimensional; overwrites ``before``."""
-    weight_norm = norm(before)
-    return norm(accumulate(before, after, -1)) / (weight_norm + 1e-12)
+def update_ratio(before: WeightCopy, after: Vector) -> Tensor:
+    """Return ‖θ_after − θ_before‖₂ / (‖θ_before‖₂ + 1e-12) over the parameters in ``after``, zero-dimensional."""
+    return total_of(before.change_norms(after)) / (total_of(before.norms(after)) + 1e-12)
 
 
 LOSS = """
@@ -88,7 +87,8 @@ class TrainingDiagnostics(TrainingHook):
     Args:
         window: number of steps in the summary of loss and gradient norm.
         lags: largest lag of the autocorrelation; a lag is reported once the window has 4 values per lag.
-        update_every: steps between two measurements of the update ratio, each of which copies the parameters.
+        update_every: steps between two measurements of the update ratio, each of which copies the parameters for one
+            update; hooks that measure the same update share the copy.
     """
 
     name = "training_diagnostics"
@@ -97,8 +97,11 @@ class TrainingDiagnostics(TrainingHook):
     _steps = Remembered(partial(torch.zeros, 2, 0, dtype=torch.float64))
     """Losses and gradient norms of the window, shape (2, n)."""
     _ratios = Remembered(list[Tensor])
-    _before = Remembered(dict[str, Tensor])
+    _copy = Remembered[WeightCopy | None](lambda: None, saved=False)
     """The weights before the optimizer's step, between PRE_UPDATE and POST_STEP."""
+    _copied = Remembered(dict[str, nn.Parameter], saved=False)
+    _loaded = Remembered(dict[str, Tensor], saved=False)
+    """The same weights right after loading, until the parameters determine their layout and device."""
 
     def __init__(self, *, window: int = 100, lags: int = 5, update_every: int = 20) -> None:
         require(
@@ -130,7 +133,7 @@ class TrainingDiagnostics(TrainingHook):
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the update ratio at POST_STEP, and all other metrics between steps."""
         if ctx.hook_point is HookPoint.PRE_UPDATE:
-            self._before = accumulate(None, trainable(ctx.model))
+            self._copy, self._copied, self._loaded = WeightCopy.of(ctx.model), trainable(ctx.model), {}
             return {}
         if ctx.hook_point is HookPoint.POST_STEP:
             return self._measure_update(trainable(ctx.model))
@@ -143,11 +146,16 @@ class TrainingDiagnostics(TrainingHook):
         # With skipped steps NaN stands for such a step.
         return self._summarise(torch.nanmean if ctx.skipped_steps else torch.mean)
 
-    def _measure_update(self, after: Vector) -> Metrics:
-        if not self._before:
+    def _measure_update(self, parameters: dict[str, nn.Parameter]) -> Metrics:
+        copy, self._copy, self._copied = self._copy, None, {}
+        if self._loaded:
+            on_device = {name: value.to(parameters[name].device) for name, value in self._loaded.items()}
+            copy = WeightCopy({name: laid_out_like(value, parameters[name]) for name, value in on_device.items()})
+            self._loaded = {}
+        after = {name: value for name, value in parameters.items() if copy is not None and name in copy}
+        if copy is None or not after:
             return {}
-        ratio = update_ratio({name: value.to(after[name].device) for name, value in self._before.items()}, after)
-        self._before = {}
+        ratio = update_ratio(copy, after)
         self._ratios = [*self._ratios, ratio][-self._most_ratios :]
         return {"update_ratio": ratio}
 
@@ -168,9 +176,15 @@ class TrainingDiagnostics(TrainingHook):
             metrics["update_ratio_mean"] = stacked(self._ratios).mean()
         return metrics
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses, norms and ratios of the window, and within an update the weights before it."""
+        before = self._loaded if self._copy is None else self._copy.named(self._copied)
+        return super().state_dict() | {"before": dict(before)}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned; older checkpoints lack an empty ``before``."""
-        super().load_state_dict({"before": {}, **state})
+        """Restore the state that :meth:`state_dict` returned; older checkpoints may lack ``before``."""
+        super().load_state_dict(state)
+        self._copy, self._copied, self._loaded = None, {}, dict(state.get("before", {}))
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the metrics, with one autocorrelation for each lag."""

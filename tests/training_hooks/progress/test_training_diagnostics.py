@@ -12,6 +12,7 @@ from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint, RunDataContext, StatePart
 from loopscope.tensors import norm
 from loopscope.training_hooks.clipping import GradClip
+from loopscope.training_hooks.measures import WeightCopy
 from loopscope.training_hooks.progress import TrainingDiagnostics
 from loopscope.training_hooks.progress.training_diagnostics import autocorrelation, spread, update_ratio
 from torch import nn
@@ -132,10 +133,10 @@ def test_half_precision_ratio_uses_float32():
     """Small updates and norms beyond the float16 range are exact."""
     before = {"w": torch.full((4096,), 1.0)}
     after = {"w": torch.full((4096,), 1.0 + 2**-7, dtype=torch.bfloat16)}
-    assert update_ratio(before, after).item() == pytest.approx(2**-7, rel=1e-6)
+    assert update_ratio(WeightCopy(before), after).item() == pytest.approx(2**-7, rel=1e-6)
     assert norm({"w": torch.full((4096,), 3e4)}) > torch.finfo(torch.float16).max
     grown = {"w": torch.full((4096,), 3e4 + 16, dtype=torch.float16)}
-    assert update_ratio({"w": torch.full((4096,), 3e4)}, grown).item() == pytest.approx(16 / 3e4, rel=1e-4)
+    assert update_ratio(WeightCopy({"w": torch.full((4096,), 3e4)}), grown).item() == pytest.approx(16 / 3e4, rel=1e-4)
 
 
 def test_autoregression_autocorrelation_decays_geometrically():
