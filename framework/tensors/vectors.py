@@ -67,10 +67,15 @@ def norms(tensors: Iterable[Tensor]) -> Tensor:
 def max_abs(a: Vector) -> Tensor:
     """Return the largest absolute value of a vector's elements, zero for none; zero-dimensional."""
     groups: Groups = {}
-    parts = [_stored(part_on_rank(tensor, position, groups)).abs() for position, tensor in enumerate(a.values())]
+    largest = _stacked([_max_abs(part_on_rank(tensor, position, groups)) for position, tensor in enumerate(a.values())])
+    return over_shards(largest, groups, largest=True).max() if a else largest.sum()
+
+
+def _max_abs(tensor: Tensor) -> Tensor:
+    """Return the largest absolute value of one tensor's elements, zero for none."""
+    sizes = _stored(tensor).abs()
     # amax() rejects a tensor without elements; the sum of none is zero.
-    largest = _stacked([_wide(part).amax() if part.numel() else _wide(part).sum() for part in parts])
-    return over_shards(largest, groups, largest=True).max() if parts else largest.sum()
+    return _wide(sizes).amax() if sizes.numel() else _wide(sizes).sum()
 
 
 def cosine(a: Vector, b: Vector) -> Tensor:

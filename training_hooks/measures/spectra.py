@@ -3,12 +3,21 @@
 import torch
 from torch import Tensor
 
+PART = 2**20
+"""Elements of a matrix that are in float64 at a time."""
+
 
 def smaller_gram(matrix: Tensor) -> Tensor:
     """Return the smaller one of WWᵀ and WᵀW, in float64; shape (n, n), n = min(rows, columns)."""
-    # Both products have the same nonzero eigenvalues σ², so the smaller one suffices.
-    wide = matrix.double()
-    return wide @ wide.T if wide.shape[0] <= wide.shape[1] else wide.T @ wide
+    # Both products have the same nonzero eigenvalues σ², so the smaller one suffices. With W = (W₁ W₂ …) it is
+    # Σ WᵢWᵢᵀ, so that a few columns at a time are in float64.
+    wide_matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    columns = max(1, PART // max(1, len(wide_matrix)))
+    first, *others = (part.double() for part in torch.split(wide_matrix, columns, dim=1))
+    gram = first @ first.T
+    for part in others:
+        gram.addmm_(part, part.T)
+    return gram
 
 
 def singular_values(grams: Tensor) -> Tensor:

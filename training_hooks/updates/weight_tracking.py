@@ -20,6 +20,9 @@ from ..measures import (
     stacked,
 )
 
+TOGETHER = 2**20
+"""Elements of the products WWᵀ of matrices that are decomposed together."""
+
 
 def edge_excess(values: Tensor, rows: int, columns: int) -> Tensor:
     """Return (σ₁²/s² − μ)/τ of singular values (…, n) of a rows × columns matrix, with s² = Σσ²/(rows·columns).
@@ -41,15 +44,20 @@ def edge_excess(values: Tensor, rows: int, columns: int) -> Tensor:
 def spectra_by_size(matrices: Vector) -> list[tuple[list[str], Tensor]]:
     """Return the singular values of matrices, decomposed together for equal numbers of singular values.
 
+    Matrices are decomposed in groups of at most :data:`TOGETHER` elements of WWᵀ, which limits the memory.
+
     Returns:
-        For each number n = min(rows, columns) the names of the matrices, and their singular values as a float64 tensor
-        of shape (names, n), descending; NaN for a matrix with an infinite or NaN element.
+        For each group, of one number n = min(rows, columns), the names of the matrices, and their singular values as a
+        float64 tensor of shape (names, n), descending; NaN for a matrix with an infinite or NaN element.
     """
-    grams: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
+    by_size: dict[tuple[int, torch.device], list[str]] = {}
     for name, matrix in matrices.items():
-        gram = smaller_gram(matrix)
-        grams.setdefault((len(gram), gram.device), {})[name] = gram
-    return [(list(group), singular_values(torch.stack(list(group.values())))) for group in grams.values()]
+        by_size.setdefault((min(matrix.shape), matrix.device), []).append(name)
+    groups = []
+    for (size, _), names in by_size.items():
+        count = max(1, TOGETHER // max(1, size**2))
+        groups += [names[first : first + count] for first in range(0, len(names), count)]
+    return [(group, singular_values(torch.stack([smaller_gram(matrices[name]) for name in group]))) for group in groups]
 
 
 @HookRegistry.register
