@@ -12,7 +12,7 @@ from tests.benchmarks.attach_cost import bare_attach, trainers
 from tests.benchmarks.checkpoint_cost import checkpoints, resuming, resuming_together
 from tests.benchmarks.console_cost import displays
 from tests.benchmarks.digest_cost import at_snapshots, digests
-from tests.benchmarks.fire_cost import empty_dispatch, observers_per_dispatch
+from tests.benchmarks.fire_cost import cost_per_tensor, empty_dispatch, observers_per_dispatch
 from tests.benchmarks.gpu_cost import on_a_gpu
 from tests.benchmarks.guardian_cost import interventions, save_and_restore
 from tests.benchmarks.health_cost import against_full_clones, checked_every_other_step
@@ -48,7 +48,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Shown]]]]]
     "others": ("Side by side", (side_by_side, as_they_do_them, watch)),
     "loop": ("The loop", (loop_cost,)),
     "attach": ("Custom training loops and trainers", (bare_attach, trainers)),
-    "fire": ("Observers", (empty_dispatch, observers_per_dispatch, observers_in_the_loop)),
+    "fire": ("Observers", (empty_dispatch, observers_per_dispatch, cost_per_tensor, observers_in_the_loop)),
     "guardian": ("Interventions", (save_and_restore, interventions)),
     "clip": ("Clipping", (clipping,)),
     "memory": ("Memory", (peak_memory,)),

@@ -7,7 +7,7 @@ from typing import Any
 from loopscope.hooks import HookPoint, TrainingHook
 
 from tests.benchmarks.rows import MICROSECONDS, Effort, Row
-from tests.benchmarks.subjects import Subject, mod_arithmetic, observers
+from tests.benchmarks.subjects import Subject, deep_mlp, mod_arithmetic, observers
 from tests.benchmarks.timing import Spread, Turns, difference
 
 WARM_CALLS = 20
@@ -32,6 +32,27 @@ def observers_per_dispatch(effort: Effort) -> Iterator[Row]:
         yield Row(f"{label}, warm", f"{against}, {len(subject.tensors)} tensors", MICROSECONDS, warm, bar)
         cold = _fires(subject, observers(count), 1, effort.times(180))
         yield Row(f"{label}, first dispatch after a step", against, MICROSECONDS, cold)
+
+
+LAYERS = (15, 60, 200)
+"""Numbers of layers of the models for :func:`cost_per_tensor`, whose states have ten tensors for each layer."""
+
+
+def cost_per_tensor(effort: Effort) -> Iterator[Row]:
+    """Measure the first dispatch of one observer after a step, and its growth with the tensors of the state."""
+    smaller: tuple[int, Spread] | None = None
+    for layers in LAYERS:
+        subject = deep_mlp(layers)
+        fires = _fires(subject, observers(1), 1, effort.times(90))
+        count = len(subject.tensors)
+        yield Row(f"One observer, {count:,} tensors", "1 call of compute", MICROSECONDS, fires)
+        if smaller is not None:
+            step, less = count - smaller[0], smaller[1]
+            growth = Spread(
+                (fires.median - less.median) / step, (fires.best - less.best) / step, (fires.noise + less.noise) / step
+            )
+            yield Row("For each further tensor", f"{smaller[0]:,} tensors", MICROSECONDS, growth, 3e-6)
+        smaller = count, fires
 
 
 def _fires(subject: Subject, hooks: list[TrainingHook], calls: int, steps: int) -> Spread:

@@ -58,6 +58,9 @@ METHOD = """
   hook's position in the bare step.
 - *Dispatches.* `HookManager.fire` against calling the hooks' `compute`, after every step of a real run. A warm block is
   20 dispatches; in the first dispatch after a step, code and data come from memory, not from the cache.
+  *For each further tensor*: the growth of the median from one model of small layers to the next, divided by that of
+  the number of tensors; equal rows show that the cost is linear. *Shipped observers* come with loopscope and share
+  their quick check (docs/decisions/0035); the others are a user's, and each is checked alone.
 - *Composition of a dispatch's cost.* A complete sweep reads the version and data pointer of every tensor of the
   training state, through Python, once as the baseline and once as the check, together with attributes, settings and
   generators: that is most of a warm dispatch. After a training step the caches contain neither these data nor the code,

@@ -22,6 +22,7 @@ from loopscope.loops import NoProgress, epoch_loop
 from loopscope.runs import build_run
 from loopscope.state import LoopState, RandomStreams, TrainingState, seed_everything
 from loopscope.training import TrainingTask
+from loopscope.training_hooks.progress import TrainingMetrics
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -85,6 +86,19 @@ def small_mlp() -> Subject:
     rows = 100 * 32
     data = torch.randn(rows, 32), torch.randint(10, (rows,))
     loader = TensorLoader(data, 32, fixed_order(torch.arange(rows)))
+    task = TrainingTask(
+        model, optimizer, loader, lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])
+    )
+    return Subject.of(task, TrainingState(model, optimizer, RandomStreams(1)), 32)
+
+
+def deep_mlp(layers: int) -> Subject:
+    """Build a run of many small layers under AdamW: its state has many tensors, but few numbers."""
+    seed_everything(1)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    data = torch.randn(320, 8), torch.randint(8, (320,))
+    loader = TensorLoader(data, 32, fixed_order(torch.arange(320)))
     task = TrainingTask(
         model, optimizer, loader, lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])
     )
@@ -262,3 +276,13 @@ class Mutator(Reader):
 def observers(count: int) -> list[TrainingHook]:
     """Return observers that do nothing."""
     return [Constant(number) for number in range(count)]
+
+
+def shipped_observers(count: int) -> list[TrainingHook]:
+    """Return observers that come with loopscope and report only the learning rate, before every step."""
+    hooks = [TrainingMetrics() for _ in range(count)]
+    for number, hook in enumerate(hooks):
+        hook.name = f"training_metrics_{number}"
+        # Before the step there is no loss: the metrics are one number, as those of the other observers.
+        hook.loop_points, hook.reports_evaluations = {"epoch": {HookPoint.PRE_STEP}}, False  # type: ignore[misc]
+    return [*hooks]
