@@ -9,10 +9,10 @@ from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepS
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import EVERY_STEP, Metrics, RunInfo
 from loopscope.option_words import hook_option_text
-from loopscope.tensors import Vector, trainable
+from loopscope.tensors import Vector, joined_length, length_of, pieces, tensor_of, trainable
 from torch import Tensor
 
-from ..measures import FlatLayout, FlatMemory, FlatVector, is_overflowed, length_of, pieces
+from ..measures import FlatLayout, FlatMemory, FlatVector, is_overflowed
 
 
 @dataclass
@@ -57,24 +57,23 @@ def extend(chunk: Chunk, layout: FlatLayout, gradients: Vector, previous: FlatVe
     """
     chunk.count += 1
     means, before = layout.views(FlatVector(chunk.mean)), layout.views(previous)
-    rows = []
+    deviations, changes = list[float | Tensor](), list[float | Tensor]()
     for triple in zip(layout.shards(gradients), means, before, strict=True):
-        squares = []
+        of_deviation, of_change = list[float | Tensor](), list[float | Tensor]()
         for new, mean, old in pieces(*triple):
             # Welford's recurrence: δ = g_n − mean_{n−1}, scatter += ‖δ‖²·(n − 1)/n, mean += δ/n
             deviation = new.to(mean.dtype) - mean
-            lengths = [length_of(deviation)]
+            of_deviation.append(length_of(deviation))
             mean.add_(deviation, alpha=1 / chunk.count)
             if has_previous:
-                lengths.append(length_of(torch.sub(new, old, out=deviation)))
+                of_change.append(length_of(torch.sub(new, old, out=deviation)))
             old.copy_(new)
-            squares.append(torch.stack(lengths).square())
-        rows.append(torch.stack(squares).sum(0))
-    table = layout.over_ranks(torch.stack([row.to(layout.device) for row in rows], dim=-1))
+        deviations.append(joined_length(of_deviation))
+        changes.append(joined_length(of_change))
     if chunk.count > 1:
-        chunk.scatter += table[0] * ((chunk.count - 1) / chunk.count)
+        chunk.scatter += layout.over_ranks(tensor_of(deviations).square()) * ((chunk.count - 1) / chunk.count)
     if has_previous:
-        (chunk.changes if chunk.count > 1 else chunk.link).add_(table[1].sum())
+        (chunk.changes if chunk.count > 1 else chunk.link).add_(layout.over_ranks(tensor_of(changes).square()).sum())
 
 
 def merge(chunks: Sequence[Chunk], layout: FlatLayout) -> Chunk:

@@ -13,12 +13,12 @@ from .spectra import (
     stable_rank,
 )
 from .splitmix import splitmix64
-from .weight_copies import WeightCopy, WeightMemory, length_of, pieces
+from .weight_copies import WeightCopy, WeightMemory
 
 __all__ = [
     "Alerts", "Families", "FamilyFile", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "SeriesBudget",
     "WeightCopy", "WeightMemory", "drawn_loader", "effective_rank", "entropy_of_shares", "gini", "is_overflowed",
-    "jackknife_variance", "leading_share", "length_of", "notice", "on_host", "participation_ratio", "pieces",
+    "jackknife_variance", "leading_share", "notice", "on_host", "participation_ratio",
     "refuse_missing_rates", "reported_series", "sharded_like", "singular_values", "smaller_gram", "splitmix64",
     "stable_rank", "stacked",
 ]

@@ -8,22 +8,20 @@ import torch
 from loopscope.hooks import Remembered, Remembering
 from loopscope.tensors import (
     Vector,
-    flat_products,
     groups_of,
+    joined_length,
     laid_out_like,
+    length_of,
     local_shards,
     norms,
-    norms_of,
     over_shards,
-    total_of,
+    pieces,
+    tensor_of,
     trainable,
 )
 from torch import Tensor, nn
 
-from .flat_vectors import sharded_like, stacked
-
-PIECE = 2**16
-"""Elements that the CPU compares at a time, so that the difference stays in its cache."""
+from .flat_vectors import sharded_like
 
 
 class WeightCopy:
@@ -98,14 +96,14 @@ class WeightCopy:
         """
         shards = zip(parameters, local_shards(parameters.values()), strict=True)
         lengths = [_distance(self._copies[name], shard.detach(), follow=follow) for name, shard in shards]
-        return _over_ranks(stacked(lengths), parameters)
+        return _over_ranks(tensor_of(lengths), parameters)
 
     @torch.no_grad()
     def movement(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return ‖Δ‖₂, max |Δᵢ| and the number of Δᵢ ≠ 0, Δ = θ − θ₋, for each parameter, shape (parameters,) each."""
         shards = zip(parameters, local_shards(parameters.values()), strict=True)
         columns = [_movement(self._copies[name], shard.detach()) for name, shard in shards]
-        lengths, largest, changed = (stacked(column) for column in zip(*columns, strict=True))
+        lengths, largest, changed = (tensor_of(column) for column in zip(*columns, strict=True))
         groups = groups_of(parameters.values())
         return (
             _over_ranks(lengths, parameters),
@@ -147,45 +145,25 @@ def _over_ranks(values: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
     return over_shards(values.square(), groups).sqrt() if groups else values
 
 
-def _distance(old: Tensor, new: Tensor, *, follow: bool) -> Tensor:
+def _distance(old: Tensor, new: Tensor, *, follow: bool) -> float | Tensor:
     """Return ‖new − old‖₂, zero-dimensional; with ``follow``, ``new`` then overwrites ``old``."""
     lengths = []
     for before, after in pieces(old, new):
         lengths.append(length_of(_wide(after) - before))
         if follow:
             before.copy_(after)
-    return total_of(torch.stack(lengths))
+    return joined_length(lengths)
 
 
-def _movement(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ‖Δ‖₂, max |Δᵢ| and the number of Δᵢ ≠ 0 of Δ = new − old, zero-dimensional."""
+def _movement(old: Tensor, new: Tensor) -> tuple[float | Tensor, Tensor, Tensor]:
+    """Return ‖Δ‖₂, max |Δᵢ| and the number of Δᵢ ≠ 0 of Δ = new − old."""
     lengths, largest, changed = [], [], []
     for before, after in pieces(old, new):
         change = _wide(after) - before
         lengths.append(length_of(change))
         changed.append(torch.count_nonzero(change))
         largest.append(change.abs_().amax() if change.numel() else change.sum())
-    return total_of(torch.stack(lengths)), torch.stack(largest).amax(), torch.stack(changed).sum()
-
-
-def length_of(piece: Tensor) -> Tensor:
-    """Return ‖x‖₂ of one of the :func:`pieces`, zero-dimensional, in the widest dtype of its device."""
-    if piece.device.type == "cpu":
-        # float32 sums of BLAS are ten times as accurate as those of torch's norm
-        flat = piece.reshape(-1)
-        return flat_products([(flat, flat)])[0].sqrt()
-    return norms_of([piece])[0]
-
-
-def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield parts of tensors of one shape: on the CPU of :data:`PIECE` elements, on other devices the tensors.
-
-    The parts share the memory of the tensors.
-    """
-    if tensors[0].device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
-        yield tensors
-    else:
-        yield from zip(*(torch.split(tensor.view(-1), PIECE) for tensor in tensors), strict=True)
+    return joined_length(lengths), torch.stack(largest).amax(), torch.stack(changed).sum()
 
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:

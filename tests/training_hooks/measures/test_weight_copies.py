@@ -3,8 +3,8 @@
 import pytest
 import torch
 from loopscope.tensors import trainable
+from loopscope.tensors.reductions import CHUNK
 from loopscope.training_hooks.measures import WeightCopy, WeightMemory
-from loopscope.training_hooks.measures.weight_copies import PIECE
 from torch import nn
 
 from tests.training_hooks.reloading import through_a_file
@@ -27,7 +27,7 @@ def moved(model: nn.Module) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_movement_matches_the_whole_difference(dtype):
     """Parts of parameters, transposed and empty ones give the sums of the whole difference in float64."""
-    model = model_of((3, PIECE // 2 + 5), (7,), (0,), (), dtype=dtype)
+    model = model_of((3, CHUNK // 2 + 5), (7,), (0,), (), dtype=dtype)
     model.p4 = nn.Parameter(torch.randn(5, 4, dtype=dtype).T)
     parameters = trainable(model)
     copy = WeightCopy(parameters)
@@ -44,7 +44,7 @@ def test_movement_matches_the_whole_difference(dtype):
 
 def test_copy_follows_the_parameters():
     """The distance is that from the point before, for contiguous and transposed parameters."""
-    model = model_of((PIECE + 3,))
+    model = model_of((CHUNK + 3,))
     model.p1 = nn.Parameter(torch.randn(5, 4).T)
     memory = WeightMemory()
     memory.reset_to(model, trainable(model), "start", "newest")
