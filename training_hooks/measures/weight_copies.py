@@ -98,6 +98,12 @@ class WeightCopy:
         lengths = [_distance(self._copies[name], shard.detach(), follow=follow) for name, shard in shards]
         return _over_ranks(tensor_of(lengths), parameters)
 
+    def lengths(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Return ‖θ₋‖₂ of each parameter, shape (parameters,), as accurate as :meth:`distances`."""
+        copies = [self._copies[name] for name in parameters]
+        lengths = [joined_length([length_of(piece) for (piece,) in pieces(copy)]) for copy in copies]
+        return _over_ranks(tensor_of(lengths), parameters)
+
     @torch.no_grad()
     def movement(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return ‖Δ‖₂, max |Δᵢ| and the number of Δᵢ ≠ 0, Δ = θ − θ₋, for each parameter, shape (parameters,) each."""

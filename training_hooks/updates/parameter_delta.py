@@ -13,7 +13,7 @@ from ..measures import FlatSpace, WeightCopy, WeightMemory
 def delta_metrics(previous: WeightCopy, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the metrics of :class:`ParameterDelta` from the parameters at the last report and the current ones."""
     lengths, largest, changed = previous.movement(parameters)
-    previous_lengths = previous.norms(parameters)
+    previous_lengths = previous.lengths(parameters)
     metrics = {
         "total_delta": total_of(lengths),
         "total_relative_delta": total_of(lengths) / total_of(previous_lengths),

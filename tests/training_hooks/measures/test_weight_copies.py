@@ -34,6 +34,8 @@ def test_movement_matches_the_whole_difference(dtype):
     before = {name: value.detach().double().clone() for name, value in parameters.items()}
     moved(model)
     changes = [value.detach().double() - before[name] for name, value in parameters.items()]
+    previous = [float(value.norm()) for value in before.values()]
+    assert copy.lengths(parameters).tolist() == pytest.approx(previous, rel=1e-6)
     lengths, largest, changed = copy.movement(parameters)
     expected = [float(change.norm()) for change in changes]
     assert lengths.tolist() == pytest.approx(expected, rel=1e-6)
