@@ -263,7 +263,7 @@ def dropping(model: nn.Module, optimizer: Any, batch: Any, scope: Any) -> None:
 BAD = (torch.full((8, 4), torch.nan), DATA[0][1])
 
 
-@pytest.mark.parametrize("places", [[0], [3], [6], [2, 2, 4], [0, 0, 6, 6]])
+@pytest.mark.parametrize("places", [[0], [1, 1], [3], [6], [2, 2, 4], [0, 0, 6, 6]])
 @pytest.mark.parametrize("hook", ["hessian", "batch_rows", "norms"])
 def test_dropped_batches_leave_no_trace(tmp_path, monkeypatch, hook, places):
     """Batches that the loop skips before the backward pass, anywhere, do not change what hooks record."""
