@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -53,11 +54,16 @@ def started(count: int, *words: str, launcher: tuple[str, ...] = ("--standalone"
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
+        start_new_session=True,
     )
 
 
 def trained(process: Any) -> str:
-    out, error = process.communicate(timeout=240)
+    try:
+        out, error = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # otherwise its ranks go on
+        raise
     assert process.returncode == 0, error[-3000:]
     return str(out)
 
