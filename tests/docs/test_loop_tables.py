@@ -28,7 +28,8 @@ CONDITIONS: dict[str, Callable[[str, bool, int], bool]] = {
     "wanted, from step 2": lambda loop, wanted, step: wanted and step >= 2,
     "no step since": lambda loop, wanted, step: step in EVALUATED[loop],
 }
-FIELDS = sorted({name for name in RunDataContext.__slots__ if name != "services"} | {"optimizer_groups", "row_indices"})
+OF_CONTEXT = {item.name for item in dataclasses.fields(RunDataContext)}
+FIELDS = sorted(OF_CONTEXT - {"services"} | {"optimizer_groups", "row_indices"})
 
 
 def table_of(loop: str) -> dict[str, dict[str, str]]:

@@ -1,6 +1,6 @@
 """The hook manager: order of hook calls, contexts, and handling of hook errors."""
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from functools import partial
 from types import MappingProxyType
 
@@ -170,8 +170,8 @@ def test_context_fields_match_the_table(loop, table):
     fields_by_point: dict[str, set[str]] = {}
 
     def look(ctx):
-        fields = {name: getattr(ctx, name) for name in type(ctx).__slots__}
-        present = {name for name, value in fields.items() if value is not None and value not in ({}, ())}
+        values = {item.name: getattr(ctx, item.name) for item in fields(ctx)}
+        present = {name for name, value in values.items() if value is not None and value not in ({}, ())}
         fields_by_point[ctx.hook_point.name] = present - ALWAYS_SET
         assert present >= ALWAYS_SET
 
