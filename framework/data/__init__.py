@@ -7,11 +7,12 @@ from .loader_inspection import first_batch, preserved_loader, with_copied_batche
 from .loaders import Batch, Loader, Order, SourceOfRows, TensorLoader, derived_seed, fixed_order, random_order
 from .row_numbers import RowNumbers
 from .rank_rows import RowsOfRank, global_batches
-from .torch_loader import TorchLoader
+from .torch_loader import TorchLoader, with_copied_samplers, without_generators
 
 __all__ = [
     "Batch", "Generator", "Loader", "MicroBatches", "Order", "RowNumbers", "RowsOfRank", "SeparateBatches",
     "SourceOfRows", "TensorLoader", "TorchLoader", "all_holders", "attributes", "data_changed", "derived_seed",
     "fingerprint", "first_batch", "fixed_order", "global_batches", "micro_batches", "part_of", "preserved_loader",
-    "random_order", "rows", "seed_all", "undisturbed", "with_copied_batches",
+    "random_order", "rows", "seed_all", "undisturbed", "with_copied_batches", "with_copied_samplers",
+    "without_generators",
 ]

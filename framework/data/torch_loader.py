@@ -1,21 +1,21 @@
 """A loader for PyTorch's ``DataLoader``: batches and row numbers as functions of (seed, epoch, batch)."""
 
 from collections.abc import Callable, Iterator, Sized
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import data
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
 
 from ..errors import UsageError
 from ..state import RandomStreams
 from .batch_indices import EpochSampler, GeneratorOfBlock, batch_indices, draws_by_function, on_streams, samplers_of
-from .generators import dataset_generators, seed_all, undisturbed
+from .generators import all_holders, dataset_generators, seed_all, undisturbed
 from .loader_inspection import preserved_loader
 from .loaders import Batch, Loader, SourceOfRows, as_defined, derived_seed
 from .sampled_rows import draw_all_rows, rows_of_known_sampler
@@ -119,6 +119,33 @@ def without_generators(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
         persistent_workers=False,
         _iterator=None,
     )
+    return result
+
+
+def with_copied_samplers(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
+    """Return a shallow copy of a DataLoader with deep copies of custom samplers, which share data sets and modules.
+
+    A custom sampler may keep a position or weights in its attributes, which a pass over the original would move.
+
+    Raises:
+        UsageError: if a sampler cannot be copied.
+    """
+    parts: dict[str, Any] = {"sampler": dataloader.sampler, "batch_sampler": dataloader.batch_sampler}
+    if all(type(sampler).__module__.startswith("torch.") for sampler in samplers_of(dataloader)):
+        return dataloader
+    held = all_holders(*samplers_of(dataloader), kinds=(Dataset, Sampler, nn.Module))
+    shared = [dataloader.dataset, *(item for item in held if isinstance(item, (Dataset, nn.Module)))]
+    memo = {id(item): item for item in shared}
+    result = copy(dataloader)
+    for name, sampler in parts.items():
+        try:
+            vars(result)[name] = deepcopy(sampler, memo)
+        except Exception as error:
+            raise UsageError(
+                f"The sampler of loader= ({type(sampler).__name__}) cannot be copied ({error}), so hooks that read the "
+                "data would move its position in the training; give a list of batches or a function that draws a "
+                "batch, or leave loader= out."
+            ) from error
     return result
 
 
@@ -287,4 +314,4 @@ class TorchLoader(Loader):
             worker_init_fn=source.worker_init_fn,
             **{name: getattr(source, name) for name in PROCESS_OPTIONS},
         )
-        return TorchLoader(reshuffled, seed)
+        return type(self)(reshuffled, seed)

@@ -11,7 +11,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from ..data import Batch, Generator, Loader, TorchLoader, all_holders, attributes, derived_seed, seed_all, undisturbed
+from ..data import (
+    Batch,
+    Generator,
+    Loader,
+    TorchLoader,
+    all_holders,
+    attributes,
+    derived_seed,
+    seed_all,
+    undisturbed,
+    with_copied_samplers,
+    without_generators,
+)
 from ..errors import UsageError, require
 from ..hooks import ENDLESS
 from ..state import ATOMS, RandomStreams
@@ -27,6 +39,11 @@ CONSUMED = (
 UNRELATED = (type, ModuleType, nn.Module, Tensor)
 """Objects that a function uses, but that keep no position in data."""
 METHODS = (MethodType, BuiltinMethodType, MethodWrapperType)
+WITHOUT_POSITION = (type, ModuleType, Tensor, FunctionType)
+LONG = 100
+"""A longer collection holds data or caches rather than the transforms of a data set."""
+Variable = tuple[dict[str, Any] | CellType, str]
+"""The mapping of an attribute or global variable with its name, or the cell of an enclosing variable."""
 GivenData = Loader | DataLoader[Any] | list[Any] | Callable[[], Any]
 
 
@@ -57,7 +74,7 @@ def as_loader(given: GivenData | None, seed: int) -> Loader | None:
     if isinstance(given, list):
         return BatchList(given)
     if isinstance(given, DataLoader):
-        return Stream(given, seed) if isinstance(given.dataset, IterableDataset) else TorchLoader(given, seed)
+        return Stream(given, seed) if isinstance(given.dataset, IterableDataset) else GivenDataLoader(given, seed)
     return BatchFunction(given, seed)
 
 
@@ -91,13 +108,16 @@ class CapturedState:
     """The variables through which a function or a data set keeps a position: iterators, generators and plain values.
 
     These are the global and enclosing variables that a function reads, also through other functions of its module, and
-    the attributes of the objects among them. Attributes of attributes are only read in data sets and samplers.
+    the attributes of the objects among them and of the objects in them, such as a data set's transforms.
     """
 
-    def __init__(self, root: Any) -> None:
-        self._variables: dict[tuple[int, str], tuple[dict[str, Any] | CellType, str]] = {}
+    def __init__(self, *roots: Any) -> None:
+        self._variables: dict[tuple[int, str], Variable] = {}
+        self._inner: dict[tuple[int, str], Variable] = {}
+        """The attributes of objects in attributes, among which an iterator need not be one of batches."""
         self._visited: dict[int, Any] = {}
-        self._visit(root, None)
+        for root in roots:
+            self._visit(root, None)
 
     def _visit(self, value: Any, module: dict[str, Any] | None) -> None:
         """Collect the variables of a function (of ``module``, unless it is the first one) or an object."""
@@ -117,6 +137,8 @@ class CapturedState:
         for holder in all_holders(value, kinds=(Dataset, DataLoader, Sampler)):
             for name in attributes(holder):
                 self._add(attributes(holder), name)
+        for part in _parts_within(value):
+            self._inner |= {(id(attributes(part)), name): (attributes(part), name) for name in attributes(part)}
         call = getattr(type(value), "__call__", None)  # noqa: B004
         if isinstance(call, FunctionType):  # an object that is called like a function
             self._visit(call, module)
@@ -137,18 +159,22 @@ class CapturedState:
         """Return the values of the variables, and the objects among them."""
         return [*self._visited.values(), *map(_value_of, self._variables.values())]
 
+    def _all_variables(self) -> list[Variable]:
+        return [*self._variables.values(), *self._inner.values()]
+
     def generators(self) -> list[Generator]:
         """Return the random generators among the values."""
-        kinds = [item for item in self.values() if isinstance(item, Generator)]
+        values = [*self._visited.values(), *map(_value_of, self._all_variables())]
+        kinds = [item for item in values if isinstance(item, Generator)]
         return list({id(item): item for item in kinds if not isinstance(item, random.SystemRandom)}.values())
 
     def read(self) -> list[Any]:
         """Return the plain values of the variables, such as the position of a reader."""
-        return [value if type(value) in ATOMS else None for value in map(_value_of, self._variables.values())]
+        return [value if type(value) in ATOMS else None for value in map(_value_of, self._all_variables())]
 
     def write(self, values: list[Any]) -> None:
         """Restore the result of :meth:`read`."""
-        for (space, name), value in zip(self._variables.values(), values, strict=True):
+        for (space, name), value in zip(self._all_variables(), values, strict=True):
             if value is None or _value_of((space, name)) is value:
                 continue
             if isinstance(space, CellType):
@@ -164,7 +190,21 @@ def _parts_of(value: Any) -> tuple[Any, ...]:
     return (value.__self__, getattr(value, "__func__", None)) if isinstance(value, METHODS) else ()
 
 
-def _value_of(variable: tuple[dict[str, Any] | CellType, str]) -> Any:
+def _parts_within(value: Any) -> list[Any]:
+    """Return the objects in attributes of an object, recursively, and in short collections there."""
+    parts: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        for item in attributes(waiting.pop()).values():
+            members = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else (item,)
+            for member in members if len(members) <= LONG else ():
+                if attributes(member) and id(member) not in parts and not isinstance(member, WITHOUT_POSITION):
+                    parts[id(member)] = member
+                    waiting.append(member)
+    return list(parts.values())
+
+
+def _value_of(variable: Variable) -> Any:
     space, name = variable
     if not isinstance(space, CellType):
         return space.get(name)
@@ -177,8 +217,8 @@ def _value_of(variable: tuple[dict[str, Any] | CellType, str]) -> Any:
 class IsolatedReader:
     """Reads batches with separate generators and a separate position, so that the training's are left unchanged."""
 
-    def __init__(self, root: Any, seed: int) -> None:
-        self._captured, self._streams = CapturedState(root), RandomStreams(seed)
+    def __init__(self, seed: int, *roots: Any) -> None:
+        self._captured, self._streams = CapturedState(*roots), RandomStreams(seed)
         self._position = self._captured.read()
 
     def read(self, function: Callable[[], Any], place: tuple[int, int] | None = None) -> Any:
@@ -234,7 +274,7 @@ class BatchFunction(EndlessLoader):
 
     def __init__(self, function: Callable[[], Any], seed: int) -> None:
         self._function, self._seed = function, seed
-        self._reader = IsolatedReader(function, seed)
+        self._reader = IsolatedReader(seed, function)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield batches without end; each is a function of the seed, the epoch and its number."""
@@ -246,20 +286,48 @@ class BatchFunction(EndlessLoader):
         return BatchFunction(self._function, seed)
 
 
-class Stream(TorchLoader):
-    """A DataLoader of a stream (``IterableDataset``), whose data set may keep a position in plain attributes."""
+class GivenDataLoader(TorchLoader):
+    """A DataLoader with copied samplers, whose data set and collate function may keep a position and generators."""
+
+    def __init__(self, dataloader: DataLoader[Any], seed: int) -> None:
+        super().__init__(with_copied_samplers(dataloader), seed)
+        self._given, self._seed = dataloader, seed
+        collate = dataloader.collate_fn
+        is_of_torch = str(getattr(collate, "__module__", "")).startswith("torch.")
+        self._reader = IsolatedReader(seed, dataloader.dataset, *(() if is_of_torch else (collate,)))
+
+    def _current(self) -> TorchLoader:
+        """Return a loader with copies of the samplers as they are now."""
+        return TorchLoader(with_copied_samplers(self._given), self._seed)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches, and restore the position of the training in between."""
+        batches = self._reader.read(lambda: self._current().batches(epoch, start))
+        end = object()
+        while (batch := self._reader.read(lambda: next(batches, end))) is not end:
+            yield batch
+
+    def drawn(self, seed: int) -> TorchLoader:
+        """Return the rows that a pass visits now, in an order that depends only on ``seed``."""
+        self._dataloader = without_generators(with_copied_samplers(self._given))
+        return super().drawn(seed)
+
+    @property
+    def copies(self) -> bool:
+        """Whether every batch has separate memory."""
+        return TorchLoader(self._dataloader, self._seed).copies
+
+
+class Stream(GivenDataLoader):
+    """A DataLoader of a stream (``IterableDataset``), which may have no length."""
 
     def __init__(self, dataloader: DataLoader[Any], seed: int) -> None:
         super().__init__(dataloader, seed)
         self._is_endless = length_of(dataloader) is None
-        self._reader = IsolatedReader(dataloader.dataset, seed)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches; a stream without a length starts at its beginning, since it cannot skip batches."""
-        batches = self._reader.read(lambda: super(Stream, self).batches(epoch, 0 if self._is_endless else start))
-        end = object()
-        while (batch := self._reader.read(lambda: next(batches, end))) is not end:
-            yield batch
+        return super().batches(epoch, 0 if self._is_endless else start)
 
     def __len__(self) -> int:
         """Return the number of batches, or ``ENDLESS``."""

@@ -13,10 +13,11 @@ from loopscope.errors import UsageError
 from loopscope.hooks import StepSchedule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, default_collate
 
 QUIET: dict[str, Any] = {"display": "none", "overwrite": True}
 BATCHES = [(torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)), torch.arange(8) % 3) for seed in range(6)]
+ROWS = tuple(torch.cat(columns[:3]) for columns in zip(*BATCHES, strict=True))
 READERS = ["lr_probe", "step_history", "what_if", "sharpness", "gradient_noise_scale"]
 EVERY_STEP = {name: StepSchedule(mode="stride", every_n_steps=1) for name in READERS if name != "sharpness"}
 
@@ -56,6 +57,47 @@ class Reader:
     __call__ = next_batch
 
 
+class Pool(Sampler[int]):
+    """A sampler that takes rows from a list, which it fills again, and counts its passes."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        for _ in range(15):
+            self.rows = self.rows or torch.randperm(24, generator=torch.Generator().manual_seed(self.passes)).tolist()
+            yield self.rows.pop()
+
+    def __len__(self) -> int:
+        return 15
+
+
+class Noise:
+    """A transform with a generator and a counter."""
+
+    def __init__(self) -> None:
+        self.random, self.calls = random.Random(0), 0
+
+    def __call__(self, rows: Any) -> Any:
+        self.calls += 1
+        inputs, targets = default_collate(rows)
+        return inputs + self.random.random() + self.calls, targets
+
+
+class Noisy(TensorDataset):
+    """Rows with a transform in a list."""
+
+    def __init__(self) -> None:
+        super().__init__(*ROWS)
+        self.transforms = [Noise()]
+
+    def __getitem__(self, index: Any) -> Any:
+        inputs, targets = self.transforms[0]([super().__getitem__(index)])
+        return inputs[0], targets[0]
+
+
 GENERATOR = torch.Generator()
 POSITION = 0
 
@@ -84,6 +126,9 @@ def enclosed() -> Any:
 GIVEN: dict[str, Any] = {
     "stream": lambda: DataLoader(Rows(), batch_size=5),
     "sized stream": lambda: DataLoader(SizedRows(), batch_size=5),
+    "custom sampler": lambda: DataLoader(TensorDataset(*ROWS), batch_size=5, sampler=Pool()),
+    "transform": lambda: DataLoader(Noisy(), batch_size=8, shuffle=True),
+    "collate function": lambda: DataLoader(TensorDataset(*ROWS), batch_size=8, collate_fn=Noise()),
     "list": lambda: [*BATCHES],
     "global streams": lambda: lambda: BATCHES[(int(torch.randint(6, ())) + random.randint(0, 5)) % 6],
     "generator": lambda: partial(draw, "part"),
@@ -129,6 +174,14 @@ def test_hooks_read_given_data_without_traces(tmp_path, monkeypatch, kind):
         GENERATOR.manual_seed(1)
         results.append(train(GIVEN[kind](), out, hooks=[*EVERY_STEP], schedules=EVERY_STEP))
     assert results[0] == results[1]
+
+
+def test_uncopyable_sampler_is_refused(tmp_path):
+    """A sampler whose position cannot be copied is refused before the first step."""
+    sampler = Pool()
+    sampler.source = (row for row in range(15))
+    with pytest.raises(UsageError, match=r"sampler of loader= \(Pool\) cannot be copied .*; give a list of batches"):
+        train(DataLoader(TensorDataset(*ROWS), batch_size=5, sampler=sampler), tmp_path / "run", hooks=["what_if"])
 
 
 @pytest.mark.slow_rows("method-observers", "method-full")
