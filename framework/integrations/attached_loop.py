@@ -36,7 +36,14 @@ from .attached_folder import FolderChoice
 from .attached_state import StoredState, state_of
 from .epoch_plan import EpochPlan
 from .loop_settings import loop_settings, name_without_seed, seed_of
-from .model_wrappers import bypass_replica, check_optimizer, find_ranks, install_output_capturing, unchanged_replica
+from .model_wrappers import (
+    LossOfHooks,
+    bypass_replica,
+    check_optimizer,
+    find_ranks,
+    install_output_capturing,
+    unchanged_replica,
+)
 from .other_modules import given_modules, modules_of_loss
 
 Result = TypeVar("Result")
@@ -155,7 +162,7 @@ class AttachedLoop:
             model,
             optimizer,
             loader,
-            bypass_replica(replica, self._loss),
+            LossOfHooks(bypass_replica(replica, self._loss)),
             evaluate=options.evaluate or (lambda model: {}),
             length=options.length or length or ENDLESS,
             snapshot_every=options.snapshot_interval,

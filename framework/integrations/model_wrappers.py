@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..combined_optimizers import optimizer_name
 from ..data import Batch
 from ..errors import UsageError, require
+from ..state import copy_of_batch, tensors_of
 from ..training import Ranks
 from .attach_options import Loss
 
@@ -103,6 +104,33 @@ def bypass_replica(replica: DistributedDataParallel | None, loss: Loss) -> Loss:
             return loss(model, batch)
 
     return computed
+
+
+class LossOfHooks:
+    """A loss function for hooks, which gets copies of batches if it writes to them, as by ``batch.pop("labels")``."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+        self._writes: bool | None = None  # unknown before the first call
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss, and leave the batch unchanged."""
+        if self._writes is False:
+            return self._loss(model, batch)
+        try:
+            given = copy_of_batch(batch)
+        except Exception:  # an object in the batch that cannot be copied
+            return self._loss(model, batch)
+        marks = _marks(given)
+        loss = self._loss(model, given)
+        self._writes = self._writes or _marks(given) != marks
+        return loss
+
+
+def _marks(batch: Batch) -> list[tuple[int, int, bool]]:
+    """Return what a write to the tensors of a batch, or to its containers, changes."""
+    tensors = [*tensors_of(batch)]
+    return [(id(item), 0 if item.is_inference() else item._version, item.requires_grad) for item in tensors]
 
 
 def find_ranks(model: nn.Module, replica: DistributedDataParallel | None) -> Ranks:

@@ -184,6 +184,39 @@ def test_uncopyable_sampler_is_refused(tmp_path):
         train(DataLoader(TensorDataset(*ROWS), batch_size=5, sampler=sampler), tmp_path / "run", hooks=["what_if"])
 
 
+def scaling_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss of a batch that it scales in place."""
+    return loss_fn(model, (batch[0].mul_(1.1), batch[1]))
+
+
+def popping_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss of a batch without its last entry."""
+    return loss_fn(model, (batch[0], batch.pop()))
+
+
+@pytest.mark.parametrize("loss", [scaling_loss, popping_loss])
+@pytest.mark.parametrize("hooks", [["hessian"], ["gradient_noise_scale"]])
+def test_losses_that_write_to_batches_are_repeated(tmp_path, loss, hooks):
+    """Hooks compute losses that write to their batch on copies, also the one that looks for other modules."""
+    seen = []
+    for out in (None, tmp_path / "run"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        data = [[inputs.clone(), targets] for inputs, targets in BATCHES]
+        options: dict[str, Any] = {"hooks": hooks, "loss": loss, "loader": [*BATCHES], "on_hook_error": "skip", **QUIET}
+        scope: Any = loopscope.attach(model, optimizer, out=out, **options) if out else None
+        for batch in scope.batches(data) if scope else data:
+            result = loss(model, batch)
+            scope.backward(result) if scope else result.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if scope:
+            scope.close()
+        seen.append([*(parameter.tolist() for parameter in model.parameters()), [len(batch) for batch in data]])
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.slow_rows("method-observers", "method-full")
 @pytest.mark.some_rows(4)
 @pytest.mark.parametrize("group", ["observers", "full"])
