@@ -1,7 +1,9 @@
 """Translation of a custom loop's calls into steps and epochs: which step is open, its progress, the end of an epoch."""
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +57,37 @@ class Closure:
         return self._loop.evaluate_closure(self._function)
 
 
+class RunningStep:
+    """The depth of nested calls of one optimizer's ``step``, of which only the outermost is a step of the loop.
+
+    torch wraps ``step`` in the class of every optimizer that is created. If a subclass calls ``super().step()``, and an
+    optimizer of the base class exists, too, step hooks are called within its own step for a second time.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._frame: FrameType | None = None
+
+    def enter(self, frame: FrameType) -> bool:
+        """Note the start of a call, by the ``frame`` of torch's wrapper, and return whether it is the outermost."""
+        self._depth = self._depth + 1 if self._depth and self._is_running(frame) else 1  # an earlier one has raised
+        if self._depth == 1:
+            self._frame = frame
+        return self._depth == 1
+
+    def leave(self) -> bool:
+        """Note the end of a call, and return whether it is the outermost."""
+        self._depth = max(0, self._depth - 1)
+        if not self._depth:
+            self._frame = None
+        return not self._depth
+
+    def _is_running(self, frame: FrameType | None) -> bool:
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+
 class CustomLoop(Transient):
     """Translates the calls of a loop, with ``accumulate`` micro-batches per step, into the transitions of a driver.
 
@@ -82,6 +115,7 @@ class CustomLoop(Transient):
         self._driver.can_cancel_steps = True
         self._warned: set[str] = set()
         self._stepped: set[int] = set()  # the positions of the optimizers that have made this step
+        self._running = [RunningStep() for _ in self._optimizers]
         self._handles = [
             handle
             for index, optimizer in enumerate(self._optimizers)
@@ -412,6 +446,8 @@ class CustomLoop(Transient):
     ) -> None:
         if self._hook_calls.is_on or self._attached.is_closed or (self._scaler is not None and _is_skipped(optimizer)):
             return
+        if not self._running[index].enter(sys._getframe(1)):
+            return
         if self._is_in_backward:
             self._stepped_in_backward = True
             self._warn_once(
@@ -453,7 +489,9 @@ class CustomLoop(Transient):
                 self._driver.before_update()
 
     def _after_update(self, index: int, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if self._is_updating and not self._hook_calls.is_on:
+        if self._hook_calls.is_on or not self._running[index].leave():
+            return
+        if self._is_updating:
             if self._is_in_closure_step:
                 self._driver.record_learning_rate()
             if len(self._optimizers) > 1:

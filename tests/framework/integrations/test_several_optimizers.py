@@ -224,6 +224,43 @@ def test_wrong_optimizers_are_refused(tmp_path, mistake):
         loopscope.attach(model, make(model), hooks=["norms"], out=tmp_path, **QUIET)
 
 
+class Decaying(SGD):
+    """An optimizer that changes the weights after the step of its base class."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        if any(parameter.isnan().any() for parameter in self.param_groups[0]["params"]):
+            raise ArithmeticError
+        torch._foreach_mul_([parameter.data for parameter in self.param_groups[0]["params"]], 0.9)
+        return result
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nested_steps_of_subclasses_are_one(tmp_path, fails):
+    """An optimizer of the base class gives super().step() hooks; the outermost step counts, also after one raised."""
+    SGD([nn.Parameter(torch.ones(1))], 0.1)
+    model = nn.Linear(4, 3)
+    optimizer = Decaying(model.parameters(), 0.1)
+    weights: list[Any] = []
+    hook = SpyHook(lambda ctx: weights.append(ctx.model.weight.detach().clone()))
+    hook.hook_points = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
+    with loopscope.attach(model, optimizer, hooks=[hook], out=tmp_path / "run", **QUIET):
+        for number in range(3):
+            model(torch.randn(8, 4)).square().mean().backward()
+            if fails and number == 0:
+                start = model.weight.detach().clone()
+                model.weight.grad.fill_(torch.nan)
+                with pytest.raises(ArithmeticError):
+                    optimizer.step()
+                model.weight.data.copy_(start)
+                weights.clear()
+            else:
+                optimizer.step()
+                assert torch.equal(weights[-1], model.weight)
+            optimizer.zero_grad()
+    assert len(weights) == (4 if fails else 6)
+
+
 def test_closed_scope_releases_all_optimizers(tmp_path):
     """After the end of a run all of its optimizers can be attached again."""
     model = network()
