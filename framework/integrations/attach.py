@@ -1,6 +1,7 @@
 """Attaching hooks to an existing training: a custom loop, or a Trainer of Hugging Face or Lightning."""
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -214,6 +215,7 @@ def _single_optimizer(given: Sequence[Any]) -> Any:
         is_optimizer = isinstance(item, Optimizer)
         advice = "attach(model, optimizer) takes an optimizer of torch, or a list of several"
         require(is_optimizer, f"The optimizer is a {kind}; {advice}.")
+        _require_step_hooks(item)
         parameters = {id(parameter): kind for group in item.param_groups for parameter in group["params"]}
         shared = next((trained[key] for key in parameters if key in trained), None)
         message = f"{shared} and {kind} train the same parameter; give every parameter to one optimizer."
@@ -221,6 +223,23 @@ def _single_optimizer(given: Sequence[Any]) -> Any:
         require(len(items) == 1 or not takes_closure(item), f"{kind} takes a closure; attach to it alone.")
         trained |= parameters
     return items[0] if len(items) == 1 else CombinedOptimizer(items)
+
+
+def _require_step_hooks(optimizer: Optimizer) -> None:
+    """Raise :class:`UsageError` for an optimizer that does not call hooks on its steps, such as some wrappers."""
+    # torch prepares both in Optimizer.__init__, which wrappers around an optimizer often do not call.
+    calls_hooks = getattr(type(optimizer).step, "hooked", False)
+    keeps_hooks = isinstance(vars(optimizer).get("_optimizer_step_pre_hooks"), OrderedDict)
+    kind = type(optimizer).__name__
+    wrapped = [
+        f"{name} ({type(item).__name__})" for name, item in vars(optimizer).items() if isinstance(item, Optimizer)
+    ]
+    advice = f"give attach the optimizer in its attribute {wrapped[0]}, or " if wrapped else ""
+    require(
+        bool(calls_hooks and keeps_hooks),
+        f"{kind}.step does not call hooks, since {kind}.__init__ does not call that of torch.optim.Optimizer; {advice}"
+        f"call super().__init__() in {kind}.",
+    )
 
 
 def _given_scheduler(given: Any) -> Any:

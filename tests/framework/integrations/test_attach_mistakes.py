@@ -34,6 +34,16 @@ def printed(capsys: Any) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
+class Wrapper(torch.optim.Optimizer):
+    """A wrapper that only forwards calls, without the constructor of its base class."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
 REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
     "a hook without a list": (lambda parts: {"hooks": 3}, "it must be a list: hooks=\\["),
     "an unknown hook": (lambda parts: {"hooks": ["norm"]}, "Did you mean 'norms'"),
@@ -46,6 +56,10 @@ REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
     "no micro-batches": (lambda parts: {"accumulate": 0}, "accumulate is 0; .* at least 1"),
     "a number to evaluate": (lambda parts: {"evaluate": 3}, "evaluate is a int; it must be a function"),
     "no optimizer": (lambda parts: {"optimizer": None}, "attach\\(model, optimizer\\) takes an optimizer of torch"),
+    "a wrapper without hooks": (
+        lambda parts: {"optimizer": Wrapper(parts.optimizer)},
+        "Wrapper.step does not call hooks, .*; give attach the optimizer in its attribute inner .AdamW., or call super",
+    ),
     "a frozen model": (
         lambda parts: {"target": nn.Linear(2, 2).requires_grad_(False)},
         "No parameter of the model .*Linear.* requires a gradient",
