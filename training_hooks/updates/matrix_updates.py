@@ -108,7 +108,7 @@ class MatrixUpdates(InterventionHook):
             updates collapse to few directions. NaN: the matrix does not move.
         relative_update/<parameter> | σ₁(ΔW)/σ₁(W₋) | [0, ∞]
             | Compare the layers: a layer far above the others changes its function most in a step. It follows the
-            schedule of the learning rate.
+            schedule of the learning rate. ∞: the matrix was zero, like a factor of LoRA at first; NaN: it still is.
         scaled_update/<parameter> | σ₁(ΔW)/√(out/in) | [0, ∞)
             | Equal in all layers, and at all widths with the same learning rate: features learn at the same speed
             everywhere. Growing with width: reduce the learning rate of that layer in proportion.
@@ -117,13 +117,15 @@ class MatrixUpdates(InterventionHook):
         momentum_gradient_cosine/<parameter> | cos(m, g), m the optimizer's momentum after the step, g the gradient that
             it received | [−1, 1]
             | 1 at the first step. Later √(1−β₁²), 0.44 at β₁ = 0.9, if the gradients are pure noise; more: they agree
-            from step to step; near 0 or negative: they point back, as in oscillations. Omitted without momentum.
+            from step to step; near 0 or negative: they point back, as in oscillations. Omitted without momentum; NaN:
+            one of both is zero.
         update_entropy_mean | mean over the measured matrices that moved of update_entropy | [0, 1]
             | As update_entropy.
         relative_update_max | max over the measured matrices of relative_update | [0, ∞]
             | The layer that changes most; a sudden rise: instability.
         scaled_update_spread | max / min over the measured matrices that moved of scaled_update | [1, ∞]
-            | Near 1: all layers learn at the same speed. Far above 10: the learning rates do not fit the shapes.
+            | Near 1: all layers learn at the same speed. Far above 10: the learning rates do not fit the shapes. NaN:
+            no matrix moved.
     """
 
     interval: int = 200
@@ -196,15 +198,19 @@ class MatrixUpdates(InterventionHook):
 
 
 def summaries(families: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the metrics of all measured matrices together; matrices that did not move count only for the maximum."""
+    """Return the metrics of all measured matrices together; matrices that did not move count only for the maximum.
+
+    Zero matrices that did not move, whose relative update is 0/0, do not count at all.
+    """
     entropy, relative, scaled = (
         stacked(families[name].values()) for name in ("update_entropy", "relative_update", "scaled_update")
     )
-    moving = torch.where(scaled > 0, scaled, torch.nan)  # NaN stays
+    has_moved = scaled != 0  # true for NaN, which remains in the results
+    smallest = torch.where(has_moved, scaled, torch.inf).min()
     return {
         "update_entropy_mean": entropy.nanmean(),
-        "relative_update_max": relative.max(),
-        "scaled_update_spread": scaled.max() / moving.nan_to_num(torch.inf).min(),
+        "relative_update_max": torch.where(has_moved, relative, 0.0).max(),
+        "scaled_update_spread": torch.where(has_moved.any(), scaled.max() / smallest, torch.nan),
     }
 
 

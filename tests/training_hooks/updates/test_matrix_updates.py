@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from loopscope.engine import HookManager
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.training_hooks.updates import MatrixUpdates
-from loopscope.training_hooks.updates.matrix_updates import cosine_of, singular_values_by_name, spectral_metrics
+from loopscope.training_hooks.updates.matrix_updates import (
+    cosine_of,
+    singular_values_by_name,
+    spectral_metrics,
+    summaries,
+)
 from loopscope.training_hooks.updates.weight_matrices import WeightMatrix, spread, weight_matrices
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon
@@ -243,6 +248,18 @@ def test_unmoved_matrices_are_left_out_of_means(tmp_path):
     metrics = reported(tmp_path, SGD, torch.ones(3, 2), lr=0.0)
     assert metrics["update_norm/weight"] == metrics["relative_update/weight"] == 0
     assert all(math.isnan(metrics[name]) for name in ("update_stable_rank/weight", "update_entropy_mean"))
+    assert math.isnan(metrics["scaled_update_spread"])
+
+
+def test_unmoved_zero_matrices_hide_no_update():
+    """The relative update of a zero matrix that does not move is 0/0; a NaN element remains visible."""
+    moved = spectral_metrics(torch.tensor([2.0, 1.0]), torch.tensor([4.0, 1.0]), 2, 2)
+    unmoved = spectral_metrics(torch.zeros(2), torch.zeros(2), 2, 2)
+    broken = spectral_metrics(torch.full((2,), math.nan), torch.ones(2), 2, 2)
+    for last, maximum, ratio in ((unmoved, 0.5, 1.0), (broken, math.nan, math.nan)):
+        joined = summaries({family: {"moved": moved[family], "last": last[family]} for family in moved})
+        assert joined["relative_update_max"].item() == pytest.approx(maximum, nan_ok=True)
+        assert joined["scaled_update_spread"].item() == pytest.approx(ratio, nan_ok=True)
 
 
 # Choice of matrices
