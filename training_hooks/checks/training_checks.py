@@ -147,7 +147,9 @@ class TrainingChecks(TrainingHook):
             | Above 0: their running statistics do not change.
         dropout_count | dropout layers with p > 0 | 0, 1, 2, … | Compare runs: fewer regularise less.
         update_ratio | ‖Δθ‖₂ / ‖θ₋‖₂ over all trainable parameters, Δθ the change of the step, θ₋ the weights before
-            | [0, ∞] | About 1e-3 is usual. Above 0.1: the learning rate is too high. 0: nothing changes.
+            | [0, ∞] | Proportional to the learning rate. At its highest value about 1e-3 is usual for Adam and SGD,
+            1e-2 for AdamW at the start, and more for steps of a fixed size, such as Muon's; it falls with a decay
+            schedule. Above 0.1: the learning rate is too high. 0: nothing changes.
         update_ratio_median | median over the parameters with at least two dimensions of ‖Δθ_p‖₂ / ‖θ₋_p‖₂; without
             those with ‖θ₋_p‖₂ = 0 | [0, ∞] | As update_ratio, without the influence of the largest parameter.
         unchanged_count | parameters with a non-zero gradient whose values the step has not changed in any bit

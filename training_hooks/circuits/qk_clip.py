@@ -80,7 +80,7 @@ class QKClip(InterventionHook):
             | Many at every step: threshold is too low, or the learning rate too high. In the training of Kimi K2 it
             fell to 0 after the early phase.
         clipped_share | clipped_heads / all heads | [0, 1] | The same, comparable between models.
-        smallest_factor | min over heads of min(1, threshold/S) | (0, 1]
+        smallest_factor | min of threshold/S over the clipped heads, 1 without any | (0, 1]
             | 1: no head is clipped. Far below 1: the logits grow much within a step, or did before the first clip.
     """
 
