@@ -1,5 +1,6 @@
 """The tables of fields in docs/loop.md match runs of both loops."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
