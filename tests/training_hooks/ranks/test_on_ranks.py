@@ -106,6 +106,11 @@ RESUMED = ("FSDP2",)
 """The kinds of runs that are resumed from the middle."""
 OF_A_RANK = re.compile("gradient_overflow/histories/(activations|output_gradients)/.*")
 """Remembered tensors that differ between ranks."""
+OF_OWN_ROWS = re.compile(
+    "training_checks/(duplicate_row_fraction|repeated_row_fraction|target_class_count|target_top_fraction"
+    "|single_class_batch_fraction)"
+)
+"""Metrics of the rows that a rank has itself."""
 SUBJECTS = CHOSEN + [
     Subject(hook.name) for hook in HookRegistry if hook.name not in {subject.name for subject in CHOSEN}
 ]
@@ -213,6 +218,7 @@ def is_of_rows(item: Any) -> bool:
 def named(subject: Subject, metrics: Mapping[Any, Any], kind: str) -> dict[Any, Any]:
     """Return the metrics of a subject's hook, without those that are missing in runs of a kind."""
     mine = {key: value for key, value in metrics.items() if key[0].startswith(subject.name + "/")}
+    mine = {key: value for key, value in mine.items() if not OF_OWN_ROWS.fullmatch(key[0])}
     return {key: value for key, value in mine.items() if not re.fullmatch(subject.lacks.get(kind, ""), key[0])}
 
 
