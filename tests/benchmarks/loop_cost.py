@@ -180,7 +180,7 @@ class Comparison:
         figure = f"{figure}, own time"
         return Row(figure, self._against(against), MICROSECONDS, self._extra(lambda step: step.own), bar)
 
-    def in_sweeps(self, figure: str, bar: float | None = None) -> Row:
+    def in_sweeps(self, figure: str, bar: float) -> Row:
         """Return the row of the same time, in units of two plain sweeps at the same position of the bare step."""
         own = self._extra(lambda step: step.own)
         units = Spread(*(seconds / self.unit for seconds in (own.median, own.best, own.noise)))
@@ -195,7 +195,7 @@ def loop_cost(effort: Effort) -> Iterator[Row]:
     small = Comparison(small_mlp(), (), effort.times(60))
     yield small.total("Step without hooks, small MLP", "bare loop", 10e-6)
     quick = Comparison(mod_arithmetic(effort.quick), (), effort.times(15))
-    yield quick.own("Step without hooks, quick preset", "bare loop", 30e-6)
+    yield quick.own("Step without hooks, quick preset", "bare loop", 20e-6)
     yield quick.share("Step without hooks, quick preset", "bare loop", 0.01)
 
 
@@ -203,8 +203,8 @@ def observers_in_the_loop(effort: Effort) -> Iterator[Row]:
     """Measure observers at POST_STEP of every step, in the loop."""
     subject = mod_arithmetic(effort.quick)
     for hooks, label, bar in (
-        (observers(1), "One observer", 4),
-        (observers(10), "Ten observers", None),
+        (observers(1), "One observer", 2),
+        (observers(10), "Ten observers", 4),
         (shipped_observers(10), "Ten shipped observers", 6),
     ):
         compared = Comparison(subject, hooks, effort.times(10))
