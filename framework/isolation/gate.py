@@ -197,13 +197,15 @@ class Isolation:
         if self._has_commit:
             self.rebase()
         shares = call.is_shipped and not self._check_every_call
+        grad_mode = torch.is_grad_enabled()
         if not shares and (self._calls_sharing_bytes or self._unchecked_calls):
+            torch._C._set_grad_enabled(self._grad_mode)  # the call around a nested one is without gradients
             self.check_rest()
+            torch._C._set_grad_enabled(grad_mode)
         is_full = self._prepare_check(call, self._tripwire)
         shares_quick_check = shares and not is_full and call[:2] not in self._rewriting_calls
         self.streams.derive(call.name, call.where, call.step)
         # torch.no_grad() as a context manager would cost each observer 1.5 µs.
-        grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
             return function() if current_pass() == -1 else with_callbacks(function)

@@ -179,6 +179,7 @@ def test_own_open_write_names_all_candidates(writer):
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("writer", ["first", "foreign"])
 def test_own_open_writes_are_not_blamed_on_others(writer):
+    """A write that incremented a version counter is found before the next call of other code, as well."""
     state = made()
     isolation = Isolation(state)
     pass_full_checks(isolation, [*OWN, FOREIGN])
@@ -201,7 +202,7 @@ def test_bytes_are_recorded_after_the_shared_check():
 
 
 @pytest.mark.guarantee("observers-change-nothing")
-def test_own_call_that_raises_is_checked_with_those_before():
+def test_raising_own_call_is_checked_with_earlier_ones():
     """The write of the first call is not attributed to the second alone, whose error is of no use then."""
     state = made()
     isolation = Isolation(state)
@@ -225,3 +226,19 @@ def test_open_write_by_own_observer_ends_the_run():
     hook.compute = lambda ctx: pytest.fail("called after a change of the training state")
     manager.fire(HookPoint.PRE_STEP)
     manager.end("failed")
+
+
+@pytest.mark.parametrize("calls", [4, 5, 8])
+def test_nested_call_accepts_disabled_gradients(calls):
+    """Another hook's call within a call without gradients checks the earlier ones, and finds nothing."""
+    isolation = Isolation(made())
+    own, other = Call("own", "state_dict", 1, is_shipped=True), Call("other", "state_dict", 1)
+
+    def content():
+        for _ in range(calls):
+            isolation.observe(own, lambda: None)
+        isolation.observe(other, lambda: None)
+
+    with isolation.visit():
+        isolation.observe(Call("checkpoint", "the loop", 1), content)
+    assert torch.is_grad_enabled()
