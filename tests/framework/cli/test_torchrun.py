@@ -62,7 +62,7 @@ def trained(process: Any) -> str:
     try:
         out, error = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # otherwise its ranks go on
+        os.killpg(process.pid, signal.SIGKILL)  # otherwise its ranks continue
         raise
     assert process.returncode == 0, error[-3000:]
     return str(out)
