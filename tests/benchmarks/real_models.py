@@ -9,25 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.benchmarks.subjects import Block
+
 Batch = tuple[Tensor, Tensor]
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.act, self.down = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, tokens, width = x.shape
-        qkv = self.qkv(self.norm_1(x)).view(rows, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(*qkv, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
-        return x + self.down(self.act(self.up(self.norm_2(x))))
 
 
 class GPT(nn.Module):
