@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor, distributed, nn
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..combined_optimizers import optimizer_name
 from ..data import Batch
 from ..errors import UsageError, require
-from ..state import copy_of_batch, tensors_of
+from ..state import copy_of_batch
 from ..training import Ranks
 from .attach_options import Loss
 
@@ -107,30 +107,16 @@ def bypass_replica(replica: DistributedDataParallel | None, loss: Loss) -> Loss:
 
 
 class LossOfHooks:
-    """A loss function for hooks, which gets copies of batches if it writes to them, as by ``batch.pop("labels")``."""
+    """A loss function for hooks, which gets a copy of the batch, since it may write to it: ``batch.pop("labels")``."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
-        self._writes: bool | None = None  # unknown before the first call
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss, and leave the batch unchanged."""
-        if self._writes is False:
-            return self._loss(model, batch)
-        try:
-            given = copy_of_batch(batch)
-        except Exception:  # an object in the batch that cannot be copied
-            return self._loss(model, batch)
-        marks = _marks(given)
-        loss = self._loss(model, given)
-        self._writes = self._writes or _marks(given) != marks
-        return loss
-
-
-def _marks(batch: Batch) -> list[tuple[int, int, bool]]:
-    """Return what a write to the tensors of a batch, or to its containers, changes."""
-    tensors = [*tensors_of(batch)]
-    return [(id(item), 0 if item.is_inference() else item._version, item.requires_grad) for item in tensors]
+        with suppress(Exception):  # an object in the batch that cannot be copied
+            batch = copy_of_batch(batch)
+        return self._loss(model, batch)
 
 
 def find_ranks(model: nn.Module, replica: DistributedDataParallel | None) -> Ranks:

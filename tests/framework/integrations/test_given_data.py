@@ -194,7 +194,12 @@ def popping_loss(model: nn.Module, batch: Any) -> Tensor:
     return loss_fn(model, (batch[0], batch.pop()))
 
 
-@pytest.mark.parametrize("loss", [scaling_loss, popping_loss])
+def late_scaling_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss of a batch that it scales in place, unless it is the first one."""
+    return loss_fn(model, batch) if torch.equal(batch[0], BATCHES[0][0]) else scaling_loss(model, batch)
+
+
+@pytest.mark.parametrize("loss", [scaling_loss, popping_loss, late_scaling_loss])
 @pytest.mark.parametrize("hooks", [["hessian"], ["gradient_noise_scale"]])
 def test_losses_that_write_to_batches_are_repeated(tmp_path, loss, hooks):
     """Hooks compute losses that write to their batch on copies, also the one that looks for other modules."""
