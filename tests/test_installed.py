@@ -162,7 +162,7 @@ def _check(checker: list[str], folder: Path, script: str) -> tuple[list[str], li
     return types, re.findall(r"^script.py:\d+: error: .+", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.slow_rows("wheel")
+@pytest.mark.slow
 def test_mypy_sees_the_types_of_a_script(checker: list[str], tmp_path: Path) -> None:
     """A script with a hook, a custom loop and a recorded run passes mypy --strict."""
     types, errors = _check(checker, tmp_path, SCRIPT)
@@ -171,7 +171,7 @@ def test_mypy_sees_the_types_of_a_script(checker: list[str], tmp_path: Path) -> 
     assert types == [f"loopscope.{names[0]}", "torch._tensor.Tensor", f"loopscope.{names[1]}", "list[str]"]
 
 
-@pytest.mark.slow_rows("wheel")
+@pytest.mark.slow
 def test_mypy_reports_wrong_calls(checker: list[str], tmp_path: Path) -> None:
     """A wrong name or argument and an unknown value are errors."""
     _, errors = _check(checker, tmp_path, WRONG)

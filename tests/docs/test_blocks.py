@@ -13,15 +13,22 @@ from tests.support.processes import own_process
 TESTED_ELSEWHERE = "writing-an-experiment.md"  # tests/experiments/test_writing_an_experiment.py
 WITH_BLOCKS = [page for page in PAGES if blocks(page) and page.name != TESTED_ELSEWHERE]
 SLOW_PAGES = (
+    "CONTRIBUTING.md",
     "many-processes.md",
     "comparing.md",
     "command-line.md",
+    "counterfactuals.md",
+    "low-precision-run.md",
+    "low-precision.md",
     "lowbit-lm.md",
+    "notebook.md",
     "plotting.md",
+    "report.md",
+    "rewind.md",
     "sinks.md",
     "tied-embeddings.md",
 )
-"""Pages that together take two minutes; smaller versions of their commands run in other tests."""
+"""Pages that together take three minutes; smaller versions of their commands run in other tests."""
 
 
 @pytest.mark.parametrize(
