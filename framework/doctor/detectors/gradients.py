@@ -262,12 +262,15 @@ class GradientJump(Detector):
     )
     source = "Wortsman et al., arXiv 2304.13013, section 3.4"
     applies_to = "Adam-type optimizers, after the first 50 steps"
-    thresholds = {"factor": Threshold(10.0, "gradients of healthy runs change by less within 10 steps, and back")}
+    thresholds = {
+        "factor": Threshold(10.0, "gradients of healthy runs change by less within 10 steps, and back"),
+        "lasting": Threshold(20, "steps; spikes of a small loss recover within 10"),
+    }
     needs = ("training_checks",)
     explains = frozenset({"loss-spike", "exploding-gradients"})
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the median gradient of 5 steps is far above that of the 50 steps before."""
+        """Return a finding if gradients are far above the median of the 50 steps before, and do not return to it."""
         norms = gradient_norms(history)
         if not history.is_adam_like or len(norms) < 60:
             return
@@ -275,6 +278,8 @@ class GradientJump(Detector):
         if step is None or not _loss_rose(history, step):
             return
         before, after = median_of(norms.between(step - 50, step - 1)), median_of(norms.between(step, step + 4))
+        if median_of(norms.between(step, step + int(self.limit("lasting")) - 1)) < before * self.limit("factor") / 2:
+            return
         yield self.finding(
             "warning",
             step,

@@ -303,7 +303,7 @@ class InitialLossHigh(Detector):
         "normalised, or a summed loss."
     )
     source = "Karpathy, A Recipe for Training Neural Networks (2019): verify the loss at initialisation"
-    applies_to = "cross-entropy, at the first step"
+    applies_to = "cross-entropy, at the first step; a remark if a part of the model is frozen, as in fine-tuning"
     thresholds = {"factor": Threshold(3.0, "usual initialisations give 1.0 to 1.5 times ln(C)")}
     needs = (CHECKS,)
     explains = frozenset({"exploding-gradients", "learning-rate-too-high"})
@@ -316,11 +316,16 @@ class InitialLossHigh(Detector):
         uniform, first = uniform_loss(history), history.loss.first / parts
         if not first > max(self.limit("factor") * uniform, uniform + 2) or history.loss.first_step > 1:
             return
+        is_pretrained = bool(history.facts.get("frozen_modules"))  # and its logits may be large for other data
+        when = (
+            "for a model that was trained before, other data may be the reason"
+            if is_pretrained
+            else "the logits are too large before any training"
+        )
         yield self.finding(
-            "warning",
+            "info" if is_pretrained else "warning",
             1,
-            f"The first loss is {first:.3g}, but equal probabilities give ln(C) = {uniform:.3g}: the logits are too "
-            "large before any training.",
+            f"The first loss is {first:.3g}, but equal probabilities give ln(C) = {uniform:.3g}: {when}.",
             "Check the initialisation of the last layer and the scale of the inputs.",
             Evidence(f"{CHECKS}/loss", first, self.limit("factor") * uniform, f"about {uniform:.3g}"),
             confidence=0.8,

@@ -362,6 +362,24 @@ def test_negative_losses_may_fall_after_jumps(last: float, expected: bool) -> No
     assert ("gradient-jump" in severities(history)) is expected
 
 
+@pytest.mark.parametrize(("length", "expected"), [(5, False), (30, True)])
+def test_short_spikes_of_gradients_are_no_jumps(length: int, expected: bool) -> None:
+    history = History({"groups": [{"optimizer": "RMSprop", "lr": 1e-3}]})
+    steps = list(range(1, 121))
+    for name, low, high in (("grad_norm", 0.3, 4.0), ("loss", 0.01, 0.2)):
+        values = [low] * 80 + [high] * length + [low] * (40 - length)
+        history.add(120, {f"training_checks/{name}": Series(steps, values)})
+    assert ("gradient-jump" in severities(history)) is expected
+
+
+@pytest.mark.parametrize(("frozen", "severity"), [({}, "warning"), ({"body": 0.9}, "info")])
+def test_high_first_loss_is_usual_in_fine_tuning(frozen: dict[str, float], severity: str) -> None:
+    history = History({"frozen_modules": frozen})
+    history.add(1, {"training_checks/loss": 6.6, "training_checks/class_count": 5})
+    history.add(1, {"training_checks/uniform_loss": math.log(5)})
+    assert severities(history)["initial-loss-high"] == severity
+
+
 @pytest.mark.parametrize(
     ("found", "classes", "expected"),
     [(2, 97, True), (28, 97, False), (2, 3, False), (8, 97, False)],
