@@ -100,7 +100,11 @@ def main(arguments: Sequence[str]) -> None:
 
 def measured(title: str, parts: Sequence[Callable[[Effort], Iterator[Shown]]], share: float) -> list[Shown]:
     """Run some benchmarks and show their rows."""
-    rows = [row for benchmark in parts for row in benchmark(Effort(share))]
+    rows: list[Shown] = []
+    for benchmark in parts:
+        for row in benchmark(Effort(share)):
+            rows.append(row)
+            say(" | ".join(row.cells()))  # some sections take half an hour
     say(f"\n{title}\n{table(rows)}")
     return rows
 

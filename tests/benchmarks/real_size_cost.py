@@ -37,7 +37,9 @@ DUE = 4
 """Interval of hooks in the measurement; ordinary and due steps are weighted as with intervals of ``PERIOD``."""
 PERIOD = 50
 ONE = "one observer, every step"
-GROUPS = ("health", "observers", "full", ONE)
+GROUPS = ("health", "observers", ONE, "full")
+ROUNDS = {"full": 1}
+"""Rounds of groups whose due steps take minutes."""
 RANKS = 2
 KILOBYTES = Unit("kB", 1e-3, 1)
 
@@ -213,7 +215,7 @@ def real_sizes(effort: Effort) -> Iterator[Row]:
     for model, real in MODELS.items():
         memory = peak_memory(model, "bare", is_tiny=is_tiny)
         for group in GROUPS:
-            rounds = effort.times(5) if (model, group) in BARS else effort.times(3)
+            rounds = effort.times(ROUNDS.get(group, 3) if (model, group) not in BARS else 5)
             found = measure(model, group, rounds, is_tiny=is_tiny)
             bars = BARS.get((model, group), Bars())
             step = f"bare step of {real.title}, {found.bare_step:.2f} s"
