@@ -313,8 +313,9 @@ def jump_step(norms: Curve, factor: float) -> int | None:
 
 
 def _loss_rose(history: History, step: int) -> bool:
-    before, after = (
-        median_of(history.loss.between(step - 20, step - 1)),
-        median_of(history.loss.between(step, step + 9)),
-    )
-    return after > before + 0.2 * abs(before)
+    """Return whether the loss is higher than before a step, and does not fall from its value there."""
+    loss = history.loss
+    before, after = median_of(loss.between(step - 20, step - 1)), median_of(loss.between(step, step + 9))
+    # That value was measured before the first update by the new gradient, so harmless updates lower it.
+    at_jump = loss.at(step)
+    return after > before + 0.2 * abs(before) and after > at_jump - 0.2 * abs(at_jump)

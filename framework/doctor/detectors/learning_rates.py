@@ -359,7 +359,10 @@ class CosineRises(Detector):
         has_risen = values[first:] > lowest + self.limit("rise") * peak
         if not scheduler:  # the shape alone: down to nearly 0, and gradually up again, as no usual schedule does
             is_gradual = bool(np.max(np.diff(values)) < 0.3 * peak)
-            has_risen = (lowest < 0.02 * peak) & (values[first:] > 0.5 * peak) & is_gradual
+            # A cyclic schedule begins with a rise about as long as its fall, and not with a short warm-up or the peak.
+            fall = int(np.argmin(values[first:]))
+            is_cyclic = values[0] < 0.5 * peak and first >= 0.5 * fall
+            has_risen = (lowest < 0.02 * peak) & (values[first:] > 0.5 * peak) & (is_gradual and not is_cyclic)
         if not has_risen.any():
             return
         step = int(curve.steps[first + int(np.flatnonzero(has_risen)[0])])

@@ -372,6 +372,25 @@ def test_short_spikes_of_gradients_are_no_jumps(length: int, expected: bool) -> 
     assert ("gradient-jump" in severities(history)) is expected
 
 
+def test_harmless_jumps_of_gradients_are_silent() -> None:
+    """The task becomes harder at step 81, and the loss falls from there on."""
+    history = History({"groups": [{"optimizer": "Adam", "lr": 1e-3}]})
+    steps = list(range(1, 121))
+    falling = [13.0 * 0.8**step for step in range(40)]
+    history.add(120, {"training_checks/grad_norm": Series(steps, [0.2] * 80 + [4 * loss for loss in falling])})
+    history.add(120, {"training_checks/loss": Series(steps, [0.003] * 80 + falling)})
+    assert "gradient-jump" not in severities(history)
+
+
+@pytest.mark.parametrize(("start", "expected"), [(0, False), (60, True)], ids=["cyclic", "cosine"])
+def test_cyclic_rates_are_no_cosine(start: int, expected: bool) -> None:
+    """A triangle that starts at its lowest rate is meant to rise again, one that starts at its peak is not."""
+    history = History({"groups": [{"optimizer": "SGD", "lr": 0.1}]})
+    rates = [1e-3 + 0.1 * (1 - abs((start + step) % 120 - 60) / 60) for step in range(240)]
+    history.add(240, {"training_metrics/lr": Series(list(range(1, 241)), rates)})
+    assert ("cosine-schedule-rises" in severities(history)) is expected
+
+
 @pytest.mark.parametrize(("frozen", "severity"), [({}, "warning"), ({"body": 0.9}, "info")])
 def test_high_first_loss_is_usual_in_fine_tuning(frozen: dict[str, float], severity: str) -> None:
     history = History({"frozen_modules": frozen})
