@@ -4,7 +4,6 @@
 memory.
 """
 
-import resource
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import loopscope
 import torch
 from loopscope.hooks import HookRegistry, hook_groups
 from loopscope.sinks import CSVSink, JSONLSink
+from loopscope.training.profiler import peak_resident_bytes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -272,7 +272,7 @@ def _peak_of(
         for _ in range(3):
             training.step()
         training.close()
-    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak_resident_bytes())
 
 
 def peak_memory(model: str, group: str, *, is_tiny: bool) -> float:
