@@ -2,6 +2,7 @@
 
 import copy
 import fcntl
+import gc
 import os
 import pty
 import select
@@ -119,6 +120,9 @@ class Process:
 
 def _run(body: Callable[[], Any]) -> None:
     status = 99
+    # A signal during a collection is handled in the next Python code, such as the callback of Hypothesis, which loses
+    # its KeyboardInterrupt.
+    gc.callbacks.clear()
     try:
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGTSTP):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
