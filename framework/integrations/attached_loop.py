@@ -464,14 +464,10 @@ class AttachedLoop:
 
         Not for compiled models and for attention layers as models: a module hook would change how they run.
         """
-        task, modes = self.manager.task, list[bool]()
-        model = task.model
-        facts = self.run.record.facts if self.is_started else {}
-        has_modes = bool(facts.get("dropouts") or facts.get("batchnorms"))
-        runs_differently = task.compiled or is_compiled(model) or isinstance(model, WITH_FAST_PATH)
-        if not has_modes or runs_differently or self._has_noticed_train_mode:
+        if not self.can_notice_train_mode():
             yield
             return
+        model, modes = self.manager.task.model, list[bool]()
 
         def note(module: nn.Module, inputs: Any) -> None:
             modes.append(module.training)
@@ -481,7 +477,20 @@ class AttachedLoop:
             yield
         finally:
             handle.remove()
-        if any(modes) and self._ranks.is_main:
+        if any(modes):
+            self.report_train_mode()
+
+    def can_notice_train_mode(self) -> bool:
+        """Return whether modes affect the model, a module hook does not, and no evaluation was reported yet."""
+        task = self.manager.task
+        facts = self.run.record.facts if self.is_started else {}
+        has_modes = bool(facts.get("dropouts") or facts.get("batchnorms"))
+        runs_differently = task.compiled or is_compiled(task.model) or isinstance(task.model, WITH_FAST_PATH)
+        return has_modes and not runs_differently and not self._has_noticed_train_mode
+
+    def report_train_mode(self) -> None:
+        """Report, once per run, that an evaluation has run the model in train mode."""
+        if self._ranks.is_main and not self._has_noticed_train_mode:
             self._has_noticed_train_mode = True
             loop, sentence = self.driver.loop, "The evaluation ran the model in train mode."
             alert = Alert(sentence, metric="train_mode", step=loop.step, id="evaluation-in-train-mode")

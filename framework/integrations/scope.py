@@ -181,7 +181,7 @@ class Scope(AttachedScope):
         means.
         """
         self._require_open()
-        result = self._attached.evaluate(lambda: function(*inputs, **options))
+        result = self._loop.evaluate(lambda: function(*inputs, **options))
         self._attached.record_result(result)
         return result
 

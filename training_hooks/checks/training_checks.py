@@ -69,7 +69,7 @@ class TrainingChecks(TrainingHook):
             | Compare with the schedule that you planned: a scheduler that is called too often ends it early.
         without_gradient_count | trainable parameters without a gradient | 0, 1, 2, …
             | Above 0: parameters that the loss does not depend on, detached outputs, or layers that are not called.
-        without_gradient/<parameter> | checked steps in a row without a gradient | 1, 2, 3, …
+        without_gradient/<parameter> | checked steps in a row without a gradient there and in between | 1, 2, 3, …
             | Growing: the parameter never trains. 1 now and then: a layer that some steps skip.
         zero_gradient_count | parameters whose gradient is exactly 0 in all elements | 0, 1, 2, …
             | Above 0: dead units, a loss that is multiplied by 0, or an underflow of float16.
@@ -80,6 +80,11 @@ class TrainingChecks(TrainingHook):
             | Above 0 after a few checks: these parameters do not learn from the loss.
         never_gradient/<parameter> | number of checked steps so far | 1, 2, 3, …
             | The parameter had no non-zero gradient in any of them.
+        frozen_later_count | parameters that were trained at an earlier check and are frozen since; reported from the
+            first one on | 0, 1, 2, …
+            | Above 0 to the end: something set requires_grad to False and did not set it back.
+        frozen_later/<parameter> | checked steps in a row in which it was frozen | 1, 2, 3, …
+            | Growing: the parameter has stopped learning.
         leftover_gradient_count | parameters with a non-zero gradient before the first backward pass of the step
             | 0, 1, 2, … | Above 0: nothing zeroes the gradients of the last step. Missing at step 1.
         dead_units/<parameter> | rows of the weight's gradient that are exactly 0 / all rows; of linear layers and
@@ -165,6 +170,10 @@ class TrainingChecks(TrainingHook):
     _unchanged = Remembered(dict[str, int])
     _trained = Remembered(list[str])
     """Parameters that have had a non-zero gradient."""
+    _frozen = Remembered(dict[str, int])
+    """Checked steps in a row in which such parameters were frozen."""
+    _thawed = Remembered(list[str])
+    """Parameters that were frozen only for a while, as in trainings of two networks in turn."""
     _checks = Remembered(int)
     _batches = Remembered(int)  # checked batches with targets
     _single_class_batches = Remembered(int)
@@ -209,6 +218,8 @@ class TrainingChecks(TrainingHook):
             return metrics
         if self._without:
             self._note_late_gradients(ctx.model)
+        if self._frozen:
+            self._note_thawed(ctx.model)
         if ctx.step <= ROWS_UNTIL:
             self._rows.add(parts_of(ctx.batch_data), ctx.epoch)
         return metrics
@@ -217,8 +228,17 @@ class TrainingChecks(TrainingHook):
         """Note which parameters without a gradient at the last check have one now, as heads of rare tasks do."""
         parameters = dict(model.named_parameters())
         found = {name for name in self._without if name in parameters and parameters[name].grad is not None}
+        if found:
+            self._without = {name: count for name, count in self._without.items() if name not in found}
         if found - {*self._trained}:
             self._trained = [name for name in parameters if name in found or name in self._trained]
+
+    def _note_thawed(self, model: nn.Module) -> None:
+        """Forget the frozen parameters that are trainable again."""
+        again = self._frozen.keys() & trainable(model).keys()
+        if again:
+            self._thawed = [*self._thawed, *sorted(again)]
+            self._frozen = {name: count for name, count in self._frozen.items() if name not in again}
 
     def _check(self, ctx: RunDataContext) -> dict[str, Any]:
         """Return the metrics of a checked step at POST_BACKWARD."""
@@ -227,7 +247,8 @@ class TrainingChecks(TrainingHook):
         parameters = {name: value for name, value in trainable(ctx.model).items() if not value.is_meta}
         parts = parts_of(ctx.batch_data)
         self._norm = joint_norm(live_gradients(parameters.values())) if ctx.grad_norm is None else ctx.grad_norm
-        metrics = self._gradient_metrics(parameters) | self._precision_metrics(ctx, parameters)
+        metrics = self._frozen_metrics(ctx.model)
+        metrics |= self._gradient_metrics(parameters) | self._precision_metrics(ctx, parameters)
         rows = len(parts[0].inputs) if parts else 0
         facts = loss_facts(ctx.backward_passes, rows)
         if ctx.backward_passes and ctx.step > 1:
@@ -237,14 +258,22 @@ class TrainingChecks(TrainingHook):
         metrics |= facts | self._data_metrics(parts, ctx) | module_modes(ctx.model)
         return metrics
 
+    def _frozen_metrics(self, model: nn.Module) -> Numbers:
+        """Return the metrics of parameters that had a gradient earlier and are frozen now."""
+        self._note_thawed(model)
+        live, out = dict(model.named_parameters()), {*self._thawed}
+        frozen = [name for name in self._trained if name in live and not live[name].requires_grad and name not in out]
+        self._frozen = _continued(self._frozen, frozen)
+        return self._family("frozen_later", self._frozen) if self._frozen or self._thawed else {}
+
     def _gradient_metrics(self, parameters: Mapping[str, nn.Parameter]) -> Numbers:
         """Return the metrics of missing and zero gradients, and of dead units."""
         counts, dead_shares = count_gradients(parameters, self._layers.by_units)
         self._without = _continued(self._without, [name for name in parameters if name not in counts])
         self._zero = _continued(self._zero, [name for name, count in counts.items() if not count])
         self._with_gradient = [name for name, count in counts.items() if count]
-        trained = {*self._trained, *self._with_gradient}
-        self._trained = [name for name in parameters if name in trained]
+        self._trained = [*dict.fromkeys([*self._trained, *self._with_gradient])]
+        trained = {*self._trained}
         never = {name: self._checks for name in parameters if name not in trained}
         metrics = self._family("without_gradient", self._without) | self._family("zero_gradient", self._zero)
         metrics |= self._family("never_gradient", never)

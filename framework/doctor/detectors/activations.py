@@ -8,6 +8,7 @@ from ...errors import listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
+from .gradients import are_experts, never_trained
 from .levels import falls_short
 
 
@@ -133,3 +134,37 @@ class MassiveActivations(Detector):
                 Evidence("activations/total_massive_count", curve.last, 0, "0, or a few in large language models"),
                 confidence=0.9,
             )
+
+
+@DetectorRegistry.register
+class RouterCollapse(Detector):
+    """Finds experts of a mixture to which the router has sent nothing."""
+
+    name = "router-collapse"
+    symptom = "A mixture of experts is no better than one expert"
+    cause = (
+        "The router sends all rows or tokens to a few experts, so that the others get no gradient and never learn. Add "
+        "a load-balancing loss, or noise on the logits of the router, and start with equal logits."
+    )
+    source = "Shazeer et al., arXiv 1701.06538, section 4; Fedus et al., arXiv 2101.03961, section 2.2"
+    applies_to = "models whose experts have names with 'expert'"
+    thresholds = {"patience": Threshold(100, "steps; many experts and few tokens leave some out for a while")}
+    needs = ("training_checks",)
+    explains = frozenset({"dead-units", "vanishing-gradients"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if only parameters of experts have had no gradient in all checked steps."""
+        metric = "training_checks/never_gradient_count"
+        never, names = history.curve(metric), never_trained(history)
+        if not never.last > 0 or not are_experts(names) or never.last_step < self.limit("patience"):
+            return
+        yield self.finding(
+            "warning",
+            1,
+            f"{int(never.last)} parameters of experts ({listed(sorted(names), 3)}) have had no gradient in "
+            f"{never.last_step:,} steps: the router sends nothing to them.",
+            "Add a load-balancing loss or noise to the logits of the router; the hook moe_router measures the load of "
+            "each expert.",
+            Evidence(metric, never.last, 0, "0"),
+            confidence=0.85,
+        )

@@ -14,6 +14,18 @@ EXPERTS = ("expert",)
 """Parts of names of parameters that get a gradient only if a token is routed to them."""
 
 
+def never_trained(history: History) -> list[str]:
+    """Return names of parameters without a gradient in all checked steps, up to those that the record has."""
+    newest = history.curve("training_checks/never_gradient_count").last_step
+    family = history.family("training_checks/never_gradient")
+    return [name for name, curve in family.items() if curve.last_step == newest]
+
+
+def are_experts(names: list[str]) -> bool:
+    """Return whether parameters belong to the experts of a mixture, by their names."""
+    return bool(names) and all(any(word in name for word in EXPERTS) for name in names)
+
+
 @DetectorRegistry.register
 class WithoutGradient(Detector):
     """Finds trainable parameters that the loss does not reach."""
@@ -45,12 +57,8 @@ class WithoutGradient(Detector):
         is_early = never.last_step < self.limit("patience")
         if is_early and not at_once:
             return
-        names = [
-            name
-            for name, curve in history.family("training_checks/never_gradient").items()
-            if curve.last_step == never.last_step
-        ]
-        if names and all(any(word in name for word in EXPERTS) for name in names) and never.last_step < 100:
+        names = never_trained(history)
+        if are_experts(names):  # see router-collapse
             return
         count = int(missing.first if is_early else never.last)
         share = count / trainable
@@ -70,6 +78,66 @@ class WithoutGradient(Detector):
 
 def _named(names: list[str], count: int) -> str:
     return f"{', '.join(names[:3])} and {count - 3} more" if count > 3 and len(names) >= 3 else listed(names, 3)
+
+
+@DetectorRegistry.register
+class LayersStopLearning(Detector):
+    """Finds parameters that were trained at first, and are frozen or without a gradient since."""
+
+    name = "layers-stop-learning"
+    symptom = "The loss falls more slowly from some step on"
+    cause = (
+        "Parameters that were trained have requires_grad=False, or no gradient any more: a helper, such as an "
+        "evaluation or a probe, freezes them and does not set it back, or torch.no_grad() or detach() applies from "
+        "some step on. Ignore it if the training freezes layers on purpose."
+    )
+    source = "torch.nn.Module.requires_grad_; torch.no_grad"
+    thresholds = {
+        "share": Threshold(0.1, "of the trainable parameters; fewer are a remark"),
+        "checks": Threshold(3, "checked steps in a row without a gradient; heads of rare tasks have one in between"),
+        "lasting": Threshold(50, "steps to the end; two networks that are trained in turn are frozen for less"),
+    }
+    needs = ("training_checks",)
+    explains = frozenset({"loss-not-falling", "no-better-than-uniform"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding about parameters that are frozen, or else without a gradient, for a while."""
+        trainable = max(int(history.facts.get("trainable", 0)), 1)
+        for metric, names, step in (self._frozen(history), self._lost(history)):
+            if not names or history.step - step < self.limit("lasting"):
+                continue
+            count = max(int(history.last(metric)), len(names)) if metric.endswith("frozen_later_count") else len(names)
+            problem = "are frozen" if metric.endswith("frozen_later_count") else "have no gradient"
+            yield self.finding(
+                "warning" if count / trainable > self.limit("share") else "info",
+                step,
+                f"{count} of {trainable} trainable parameters {problem} since step {step:,} or shortly before, though "
+                f"they were trained until then: {_named(names, count)}.",
+                "Look for requires_grad_(False), torch.no_grad() or detach() that applies from there on; if it is "
+                "intended, ignore this finding.",
+                Evidence(metric, count, 0, "0, or the layers that a training freezes on purpose"),
+                confidence=0.6,
+            )
+            return
+
+    def _frozen(self, history: History) -> tuple[str, list[str], int]:
+        """Return a metric, the names of frozen parameters, and the first step at which they were."""
+        metric = "training_checks/frozen_later_count"
+        frozen = history.curve(metric)
+        family = history.family("training_checks/frozen_later") if frozen.last > 0 and len(frozen) > 1 else {}
+        names = [name for name, curve in family.items() if curve.last_step == frozen.last_step]
+        return metric, names, frozen.first_step_where(frozen.values > 0) or 0
+
+    def _lost(self, history: History) -> tuple[str, list[str], int]:
+        """Return the same of parameters without a gradient."""
+        metric = "training_checks/without_gradient_count"
+        newest, never = history.curve(metric).last_step, never_trained(history)
+        lost: dict[str, int] = {}
+        for name, curve in history.family("training_checks/without_gradient").items():
+            is_lost = curve.last_step == newest and curve.last >= self.limit("checks")
+            if is_lost and name not in never and not are_experts([name]):
+                lost[name] = int(curve.steps[np.flatnonzero(curve.values == 1)[-1]]) if 1 in curve.values else 0
+        return metric, [*lost], max(lost.values(), default=0)
 
 
 @DetectorRegistry.register

@@ -276,6 +276,12 @@ class LearningRateZero(Detector):
         )
 
 
+def returns_after_burst(values: "np.typing.NDArray[np.float64]") -> bool:
+    """Return whether the last values are about those before the peak, so that the peak was no start of a decay."""
+    before = values[: int(np.argmax(values > 0.5 * np.nanmax(values)))]
+    return len(before) >= 10 and 0.5 < float(np.median(values[-10:]) / np.median(before)) < 2
+
+
 @DetectorRegistry.register
 class ScheduleEndsEarly(Detector):
     """Finds a schedule that has used up the learning rate long before the end."""
@@ -304,6 +310,8 @@ class ScheduleEndsEarly(Detector):
         if len(curve) < 3 or not np.nanmax(curve.values) > 0:
             return
         peak = float(np.nanmax(curve.values))
+        if returns_after_burst(curve.values):
+            return
         # Only the stretch at the end counts: a schedule with restarts comes back from its minima.
         is_high = curve.values >= self.limit("level") * peak
         last_high = int(np.flatnonzero(is_high)[-1])

@@ -574,13 +574,15 @@ class TrainValidationDiverging(Detector):
     symptom = "The validation loss rises while the training loss falls"
     cause = (
         "The model memorises the training data. Stop at the best validation loss, use more or more varied data, weight "
-        "decay or dropout, and check for rows that occur several times. A remark if the validation accuracy still "
-        "rises: the model may only be overconfident, or generalise late."
+        "decay or dropout, and check for rows that occur several times. If the validation loss was high from the "
+        "start, its data are prepared differently. A remark if the validation accuracy still rises: the model may only "
+        "be overconfident, or generalise late."
     )
     source = "early stopping, Prechelt 1998"
     thresholds = {
         "rise": Threshold(1.3, "validation loss over its minimum; noise and mild overfitting stay below"),
         "memorised_rise": Threshold(1.15, "the same limit if the training loss is below 2 % of the validation loss"),
+        "unlike": Threshold(2.0, "best validation loss over the first training loss; overfitting starts below that"),
         "gain": Threshold(0.02, "rise of the validation accuracy since the best validation loss; noise is below"),
         "gap": Threshold(0.25, "train accuracy minus validation accuracy once the training set is learned"),
     }
@@ -613,14 +615,27 @@ class TrainValidationDiverging(Detector):
                         confidence=0.7,
                     )
                     return
-                yield self._finding(
-                    int(validation.steps[best]),
-                    f"The validation loss rises, from {values[best]:.3g} at step {validation.steps[best]:,} to "
-                    f"{values[-1]:.3g}, while the training loss falls to {train_now:.3g}: the model memorises its "
-                    "training data.",
+                course = (
+                    f"validation loss rises, from {values[best]:.3g} at step {validation.steps[best]:,} to "
+                    f"{values[-1]:.3g}, while the training loss falls to {train_now:.3g}"
+                )
+                evidence = (
                     Evidence(name, float(values[-1]), rise * float(values[best]), "near its minimum"),
                     Evidence(f"{CHECKS}/loss", train_now),
                 )
+                if values[best] > self.limit("unlike") * start_level(loss):
+                    yield self.finding(
+                        "warning",
+                        int(validation.steps[best]),
+                        f"Suspicious: the {course}. Even its best value is far above the first training loss of "
+                        f"{start_level(loss):.3g}, so the validation data may be prepared differently.",
+                        "Compare a batch of both: normalisation, preprocessing, labels, and the formula of the loss.",
+                        *evidence,
+                        confidence=0.6,
+                    )
+                    return
+                step = int(validation.steps[best])
+                yield self._finding(step, f"The {course}: the model memorises its training data.", *evidence)
                 return
         train, held_out = history.curve("training_metrics/train_acc"), history.curve("training_metrics/val_acc")
         gap = train.last - held_out.last

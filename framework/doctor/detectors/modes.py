@@ -143,7 +143,10 @@ class EvaluationInTrainMode(Detector):
         "of the batch. Call model.eval() before the evaluation, or use scope.evaluate."
     )
     source = "torch.nn.Module.eval"
-    applies_to = "models with dropout or batch normalisation that are evaluated in scope.evaluate"
+    applies_to = (
+        "models with dropout or batch normalisation that are evaluated in scope.evaluate, or after the data of an "
+        "epoch by a loop that reports numbers to scope.epoch_end"
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the alert of the loop."""

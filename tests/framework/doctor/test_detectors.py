@@ -115,3 +115,63 @@ def test_rising_accuracy_makes_overfitting_a_remark(gain: float, severity: str) 
             history.add(step, {"training_metrics/val_acc": 0.3 + gain * (step - 20) / 80})
     (finding,) = [item for item in diagnose(history) if item.id == "train-validation-diverging"]
     assert (finding.severity, finding.step) == (severity, 20)
+
+
+def never_trained(names: list[str], *, last_check: int = 101) -> History:
+    """Return a history in which parameters have had no gradient at any checked step."""
+    history = healthy_history()
+    checks = [1, 2, 3, 51, last_check]
+    for family in ("never_gradient", "without_gradient"):
+        history.add(last_check, {f"training_checks/{family}_count": Series(checks, [len(names)] * len(checks))})
+        for name in names:
+            history.add(last_check, {f"training_checks/{family}/{name}": Series(checks, [1, 2, 3, 4, 5])})
+    return history
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["experts.1.weight", "experts.2.weight"], "router-collapse"),
+        (["experts.1.weight", "head.weight"], "parameters-without-gradient"),
+    ],
+)
+def test_experts_without_gradient_are_a_collapse(names: list[str], expected: str) -> None:
+    """Unless other parameters have no gradient, either."""
+    assert [item.id for item in diagnose(never_trained(names)).at_least("warning")] == [expected]
+
+
+def test_idle_experts_are_accepted_at_first() -> None:
+    assert not diagnose(never_trained(["experts.1.weight"], last_check=60)).at_least("warning")
+
+
+@pytest.mark.parametrize("family", ["frozen_later", "without_gradient"])
+@pytest.mark.parametrize(("steps", "expected"), [(200, ["layers-stop-learning"]), (95, [])])
+def test_layers_that_stop_learning_are_found(family: str, steps: int, expected: list[str]) -> None:
+    """Frozen or without a gradient, if that lasts for at least 50 steps."""
+    history = healthy_history(steps)
+    counts = {f"training_checks/{family}_count": Series([20, 51, 70, 90], [0, 1, 1, 1])}
+    history.add(90, {"training_checks/never_gradient_count": Series([20, 51, 70, 90], [0] * 4)} | counts)
+    history.add(90, {f"training_checks/{family}/trunk.weight": Series([51, 70, 90], [1, 2, 3])})
+    assert [item.id for item in diagnose(history).at_least("warning")] == expected
+
+
+@pytest.mark.parametrize(("before", "expected"), [(1e-3, []), (1.0, ["schedule-ends-early"])])
+def test_burst_of_the_learning_rate_is_no_decay(before: float, expected: list[str]) -> None:
+    """The rate returns from 1 to its value before a few high ones; without such a return, a schedule has ended."""
+    history = healthy_history(1000)
+    rates = [before] * 200 + [1.0] * 3 + [1e-3] * 797
+    history.add(1000, {"training_metrics/lr": Series(list(range(1, 1001)), rates)})
+    history.curves.pop("training_checks/lr")
+    history.status = "completed"
+    assert [item.id for item in diagnose(history) if item.id == "schedule-ends-early"] == expected
+
+
+@pytest.mark.parametrize(("best", "is_suspicious"), [(2.0, False), (8.0, True)])
+def test_validation_far_above_the_start_is_suspicious(best: float, is_suspicious: bool) -> None:
+    """Overfitting starts near the first training loss; data that are prepared differently start above it."""
+    history = healthy_history()
+    values = Series([50, 100, 150, 200], [best, 1.5 * best, 2 * best, 2 * best])
+    history.add(200, {"training_metrics/evaluation/val_loss": values})
+    (finding,) = [item for item in diagnose(history) if item.id == "train-validation-diverging"]
+    assert ("prepared differently" in finding.why) == is_suspicious
+    assert ("memorises" in finding.why) != is_suspicious

@@ -1,5 +1,6 @@
 """Findings: their order, their JSON, histories, start-up facts, and diagnoses of runs in progress and afterwards."""
 
+import copy
 import json
 import math
 import warnings
@@ -155,6 +156,34 @@ def test_evaluation_in_train_mode_is_reported(tmp_path: Path, layer: nn.Module, 
     history = read_history(tmp_path / "run")
     assert len(history.alerts_of("evaluation")) == expected
     assert [item.id for item in diagnose(history).at_least("warning")] == ["evaluation-in-train-mode"] * expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "numbers", "expected"),
+    [(True, {"val_loss": 0.1}, 1), (True, {}, 0), (False, {"val_loss": 0.1}, 0)],
+    ids=["train mode", "no numbers", "eval mode"],
+)
+def test_plain_evaluation_in_train_mode_is_reported(
+    tmp_path: Path, mode: bool, numbers: dict[str, float], expected: int
+) -> None:
+    """Between the data and epoch_end(), if that reports numbers; no module hook is left."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = len(torch.nn.modules.module._global_forward_pre_hooks)
+    with loopscope.attach(model, optimizer, with_hooks="health", out=tmp_path / "run", display="none") as scope:
+        for _ in range(2):
+            for inputs in scope.batches([torch.randn(8, 4)] * 3):
+                scope.backward(model(inputs).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            model.train(mode)
+            copy.deepcopy(model)
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+            model.train()
+            scope.epoch_end(**numbers)
+    assert len(torch.nn.modules.module._global_forward_pre_hooks) == before
+    assert len(read_history(tmp_path / "run").alerts_of("evaluation")) == expected
 
 
 def test_unreadable_facts_end_no_training(

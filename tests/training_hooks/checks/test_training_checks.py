@@ -293,3 +293,20 @@ def test_skipped_steps_have_no_update(tmp_path: Path) -> None:
     found = read(tmp_path / "run")
     assert "update_ratio" not in found[1]
     assert found[1]["loss_scale"] == 2.0**120
+
+
+@pytest.mark.parametrize(("thawed", "expected"), [(set(), 2), ({8}, 0)], ids=["to the end", "with a pause"])
+def test_layers_frozen_in_training_are_counted(tmp_path: Path, thawed: set[int], expected: int) -> None:
+    """Two parameters are frozen from step 5 on; those that a later step trains are forgotten."""
+    steps: list[int] = []
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        steps.append(1)
+        for parameter in model.first.parameters():
+            parameter.requires_grad_(len(steps) < 5 or len(steps) in thawed)
+        return mean_loss(model, batch)
+
+    found = run(tmp_path, loss=loss, data=batches(20))
+    counts = [found[step].get("frozen_later_count") for step in sorted(CHECKED)]
+    assert counts == [None, None, None, 2, expected, expected]
+    assert found[20].get("frozen_later/first.weight") == (3 if expected else None)

@@ -153,6 +153,39 @@ def batchnorm_is_in_train_mode_in_evaluation(recorder: Recorder) -> None:
             scope.evaluate(evaluate)
 
 
+@fault("mlp", causes.EVALUATION_MODE, knowable=40)
+def plain_evaluation_with_dropout(recorder: Recorder) -> None:
+    """A plain loop computes its validation loss without model.eval(), and reports it at the end of the epoch."""
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10))
+    optimizer, rows = adam(model), loader(clusters(1280, 1))
+    validation = clusters(256, 4).tensors
+    with recorder.attach(model, optimizer) as scope:
+        for _ in range(4):
+            for batch in scope.batches(rows):
+                optimizer.zero_grad()
+                scope.backward(class_loss(model, batch))
+                optimizer.step()
+            with torch.no_grad():
+                loss = class_loss(model, validation)
+            scope.epoch_end(val_loss=loss.item())
+
+
+@fault("mlp", causes.STOPPED)
+def probe_freezes_the_trunk(recorder: Recorder) -> None:
+    """After the second epoch a helper freezes all layers but the last, and does not set them back."""
+    model = mlp()
+    optimizer, rows = adam(model, lr=1e-4), loader(clusters(1280, 1))
+    with recorder.attach(model, optimizer) as scope:
+        for epoch in range(5):
+            for batch in scope.batches(rows):
+                optimizer.zero_grad()
+                scope.backward(class_loss(model, batch))
+                optimizer.step()
+            if epoch == 1:
+                for layer in [*model.children()][:-1]:
+                    layer.requires_grad_(False)
+
+
 @fault("cnn", causes.EVAL_MODE, knowable=41)
 def model_stays_in_eval_mode(recorder: Recorder) -> None:
     """A loop calls model.eval() for its evaluation, and model.train() only once before the first epoch."""

@@ -1,0 +1,35 @@
+"""The mode of a model in its first call between the last step of an epoch and the end of the epoch."""
+
+from typing import Any, Protocol
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+
+class Switch(Protocol):
+    """Something that is on or off."""
+
+    is_on: bool
+
+
+class FirstCall:
+    """Notes whether the next call of a model runs in train mode; without a model, it notes nothing.
+
+    It uses a hook of all modules, which is removed at that call: a hook of the model would be in every copy and every
+    file of it. Calls during ``hook_calls`` are ignored.
+    """
+
+    def __init__(self, model: nn.Module | None = None, hook_calls: Switch | None = None) -> None:
+        self._model, self._hook_calls = model, hook_calls
+        self.is_in_train_mode = False
+        self._handle = None if model is None else register_module_forward_pre_hook(self._note)
+
+    def _note(self, module: nn.Module, inputs: Any) -> None:
+        if module is self._model and not (self._hook_calls is not None and self._hook_calls.is_on):
+            self.is_in_train_mode = module.training
+            self.stop()
+
+    def stop(self) -> None:
+        """Remove the hook, if any; further calls do nothing."""
+        if self._handle is not None:
+            self._handle.remove()
