@@ -38,8 +38,8 @@ DUE = 4
 PERIOD = 50
 ONE = "one observer, every step"
 GROUPS = ("health", "observers", ONE, "full")
-ROUNDS = {"full": 1}
-"""Rounds of groups whose due steps take minutes."""
+SLOW = frozenset({"full"})
+"""Groups whose due steps take minutes: only their first two are measured, and the steps between these."""
 RANKS = 2
 KILOBYTES = Unit("kB", 1e-3, 1)
 
@@ -183,7 +183,7 @@ class Measured:
 def measure(
     model: str, group: str, rounds: int, *, is_tiny: bool, wrap: Callable[[nn.Module], nn.Module] = as_it_is
 ) -> Measured:
-    """Train a model with a group of hooks, in turn with a bare loop."""
+    """Train a model with a group of hooks, in turn with a bare loop; without ``rounds`` for the first few steps."""
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         bare = Training(model, "bare", stack, is_tiny, wrap=wrap)
@@ -195,7 +195,7 @@ def measure(
             ours.step()
         end = ours.close()
         size = sum(path.stat().st_size for path in ours.folder.glob("*.jsonl"))
-    parts = [slice(1 + DUE * index, 1 + DUE * (index + 1)) for index in range(1, 1 + rounds)]
+    parts = [slice(1 + DUE * index, 1 + DUE * (index + 1)) for index in range(1 if rounds else 0, 1 + rounds)]
     costs = [cost(ours.seconds[part], statistics.median(bare.seconds[part])) for part in parts]
     due = 2 + rounds
     first = ours.seconds[0] - bare.seconds[0]
@@ -215,7 +215,7 @@ def real_sizes(effort: Effort) -> Iterator[Row]:
     for model, real in MODELS.items():
         memory = peak_memory(model, "bare", is_tiny=is_tiny)
         for group in GROUPS:
-            rounds = effort.times(ROUNDS.get(group, 3) if (model, group) not in BARS else 5)
+            rounds = 0 if group in SLOW else effort.times(5 if (model, group) in BARS else 3)
             found = measure(model, group, rounds, is_tiny=is_tiny)
             bars = BARS.get((model, group), Bars())
             step = f"bare step of {real.title}, {found.bare_step:.2f} s"

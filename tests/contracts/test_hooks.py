@@ -156,6 +156,7 @@ def test_hooked_run_matches_bare_run(name, case, steps):
     assert_same_bytes(alone(name, case, steps), case, steps)
 
 
+@pytest.mark.slow
 @pytest.mark.slow_rows("batchnorm_mlp-adamw_foreach-epoch-3")
 @pytest.mark.some_rows(5)
 @pytest.mark.guarantee("hooks-are-independent")

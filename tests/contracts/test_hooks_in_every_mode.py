@@ -117,7 +117,7 @@ def with_hook(mode: str, loop: str, name: str) -> Run:
     return run(mode, loop, [hook])
 
 
-@pytest.mark.some_rows(3)
+@pytest.mark.some_rows(6)
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.compile
 @every_mode_and_loop(QUIET)

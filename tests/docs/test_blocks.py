@@ -27,8 +27,9 @@ SLOW_PAGES = (
     "rewind.md",
     "sinks.md",
     "tied-embeddings.md",
+    "tutorial.md",
 )
-"""Pages that together take three minutes; smaller versions of their commands run in other tests."""
+"""Pages that together take more than three minutes; smaller versions of their commands run in other tests."""
 
 
 @pytest.mark.parametrize(

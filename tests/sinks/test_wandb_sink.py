@@ -265,6 +265,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_client_survives_killed_run(tmp_path):
     """The client sends all recorded rows, reports exit code 1 and ends."""
     command = [sys.executable, "-c", KILLED, str(tmp_path)]

@@ -213,6 +213,7 @@ def test_process_exits_with_signal_status(number, status, tmp_path: Path) -> Non
     assert not list(folder.glob("run.lock"))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_checkpoint_request_does_not_change_the_run(tmp_path: Path) -> None:
     """A process that receives SIGUSR1 leaves the same files as one that does not, except the checkpoints."""

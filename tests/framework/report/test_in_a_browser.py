@@ -269,6 +269,7 @@ def test_table_of_chart_opens(page: Page, written: Path) -> None:
     assert (len(rows), rows[9][:5]) == (10, ["9", "9", "", "", "19"])
 
 
+@pytest.mark.slow
 def test_button_switches_between_dark_and_light(page: Page, written: Path) -> None:
     page.open(written, "m/loss")
     look = "[getComputedStyle(document.body).backgroundColor, charts.get('m/loss').plot.layout.font.color]"
@@ -367,6 +368,7 @@ def test_findings_mark_their_first_step(page: Page, diagnosed: Path) -> None:
         assert page.get(f"{plot}.layout.shapes.length") == count
 
 
+@pytest.mark.slow
 def test_keyboard_reaches_findings_and_their_charts(page: Page, diagnosed: Path) -> None:
     """Enter on *Show chart* moves the focus to the chart of the evidence."""
     page.resize(1440)
@@ -410,6 +412,7 @@ UNUSUAL: dict[str, list[tuple[int, dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.slow
 def test_unusual_runs_are_drawn(page: Page, tmp_path: Path) -> None:
     """Records are incomplete, have extreme values, or have markup in their names."""
     folders = [record(tmp_path, emits, strategy=name) for name, emits in UNUSUAL.items()]
