@@ -9,7 +9,7 @@ from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
 from .gradients import are_experts, never_trained
-from .levels import falls_short
+from .levels import falls_short, loss_fall
 
 
 @DetectorRegistry.register
@@ -27,6 +27,7 @@ class DeadUnits(Detector):
     thresholds = {
         "share": Threshold(0.5, "of the units; small batches let up to a third of ReLU units look dead"),
         "checks": Threshold(2, "one batch may not activate a unit"),
+        "harmful": Threshold(0.75, "fewer are a remark if the loss has fallen by 80 %: wide layers learn without them"),
     }
     needs = ("activations", "training_checks")
     explains = frozenset(
@@ -44,8 +45,10 @@ class DeadUnits(Detector):
             return
         worst = max(dead, key=lambda name: dead[name].last)
         curve = dead[worst]
+        learns_anyway = curve.last < self.limit("harmful") and loss_fall(history) > 0.8
+        is_fatal = curve.last > 0.95 and falls_short(history, 0.2)
         yield self.finding(
-            "critical" if curve.last > 0.95 and falls_short(history, 0.2) else "warning",
+            "critical" if is_fatal else "info" if learns_anyway else "warning",
             curve.first_step_where(curve.values > self.limit("share")) or curve.first_step,
             f"{curve.last:.0%} of the units of {worst} are dead: they have the same value for all rows of the batch "
             f"and get no gradient ({len(dead)} {'layer' if len(dead) == 1 else 'layers'}: {listed(sorted(dead), 3)}).",

@@ -175,3 +175,25 @@ def test_validation_far_above_the_start_is_suspicious(best: float, is_suspicious
     (finding,) = [item for item in diagnose(history) if item.id == "train-validation-diverging"]
     assert ("prepared differently" in finding.why) == is_suspicious
     assert ("memorises" in finding.why) != is_suspicious
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.66, "info"), (0.9, "warning")])
+def test_dead_units_of_a_network_that_learns(share: float, severity: str) -> None:
+    """Two thirds are a remark if the loss falls by 95 %, more are a warning."""
+    history = healthy_history()
+    history.add(200, {"training_checks/dead_units/wide.weight": Series([100, 150, 200], [share] * 3)})
+    history.add(200, {"training_checks/dead_units_max": share, "training_checks/zero_gradient_count": 0})
+    (finding,) = [item for item in diagnose(history) if item.id == "dead-units"]
+    assert finding.severity == severity
+
+
+def test_vanishing_gradients_show_a_weight() -> None:
+    """The bias of a key has no effect by design, so it is no evidence."""
+    history = History({"groups": [{"optimizer": "Adam"}], "trainable": 4})
+    steps = [1, 2, 51, 101]
+    history.add(101, {"training_checks/loss": Series(list(range(1, 102)), [1.0] * 101)})
+    history.add(101, {"parameter_norms/total_grad_norm": Series(steps, [1.0] * 4)})
+    for name, norm in {"query.weight": 1e-6, "key.weight": 2e-6, "key.bias": 1e-12}.items():
+        history.add(101, {f"parameter_norms/grad_norm/{name}": Series(steps, [norm] * 4)})
+    (finding,) = [item for item in diagnose(history) if item.id == "vanishing-gradients"]
+    assert finding.evidence[0].metric == "parameter_norms/grad_norm/query.weight"
