@@ -637,6 +637,19 @@ class TrainValidationDiverging(Detector):
                 step = int(validation.steps[best])
                 yield self._finding(step, f"The {course}: the model memorises its training data.", *evidence)
                 return
+        if self._learns_nothing_general(history, validation):
+            loss, uniform = end_level(history.loss), uniform_loss(history)
+            yield self.finding(
+                "warning",
+                validation.first_step,
+                f"Suspicious: the validation loss was never below that of equal probabilities, ln(C) = {uniform:.3g}, "
+                f"while the training loss has fallen to {loss:.3g}: what the model learns is wrong for other rows.",
+                "Print a few rows of both sets with their labels: these may not belong to their inputs.",
+                Evidence(name, validation.last, uniform, f"below {uniform:.3g}"),
+                Evidence(f"{CHECKS}/loss", loss),
+                confidence=0.6,
+            )
+            return
         train, held_out = history.curve("training_metrics/train_acc"), history.curve("training_metrics/val_acc")
         gap = train.last - held_out.last
         learned = held_out.values[train.values > 0.95] if len(train) == len(held_out) else held_out.values
@@ -649,6 +662,14 @@ class TrainValidationDiverging(Detector):
                 "model memorises its training data.",
                 Evidence("training_metrics/val_acc", held_out.last, train.last - self.limit("gap"), "near train_acc"),
             )
+
+    def _learns_nothing_general(self, history: History, validation: Curve) -> bool:
+        """Return whether all validation losses are those of equal probabilities or worse, and training losses not."""
+        uniform, values = uniform_loss(history), validation.values
+        if len(values) < 3 or not math.isfinite(uniform) or not values.min() > 0.97 * uniform:
+            return False
+        accuracy = history.last("training_metrics/val_acc")
+        return end_level(history.loss) < 0.85 * uniform and not accuracy > 2 * math.exp(-uniform)
 
     def _generalises(self, history: History, best_step: int) -> bool:
         """Return whether the validation accuracy still rises, or is not far below that of the training."""

@@ -197,3 +197,13 @@ def test_vanishing_gradients_show_a_weight() -> None:
         history.add(101, {f"parameter_norms/grad_norm/{name}": Series(steps, [norm] * 4)})
     (finding,) = [item for item in diagnose(history) if item.id == "vanishing-gradients"]
     assert finding.evidence[0].metric == "parameter_norms/grad_norm/query.weight"
+
+
+@pytest.mark.parametrize(("level", "accuracy", "expected"), [(1.0, None, 1), (1.0, 0.5, 0), (0.9, None, 0)])
+def test_labels_that_belong_to_no_input_are_suspicious(level: float, accuracy: float | None, expected: int) -> None:
+    """The validation loss stays at ln(C), unless the accuracy is above chance, as before a late generalisation."""
+    history, uniform = healthy_history(), float(np.log(10))
+    history.add(200, {"training_metrics/evaluation/val_loss": Series([50, 100, 150, 200], [level * uniform] * 4)})
+    if accuracy is not None:
+        history.add(200, {"training_metrics/val_acc": accuracy})
+    assert sum("equal probabilities" in item.why for item in diagnose(history)) == expected
