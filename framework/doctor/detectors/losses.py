@@ -515,16 +515,20 @@ class LossNotFalling(Detector):
 
 @DetectorRegistry.register
 class LossSpike(Detector):
-    """Reports spikes of the loss from which it did not recover at once, as a remark if it has recovered since."""
+    """Reports spikes of the loss from which it did not recover at once; a remark if it has recovered or falls again."""
 
     name = "loss-spike"
     symptom = "The loss spikes"
     cause = (
         "The loss jumped within one step. Usual causes are rows of the data that are unlike the others, a learning "
         "rate that is too high, and second moments that are out of date. loopscope rewind RUN --spike looks for the "
-        "cause."
+        "cause. A remark if the loss falls from its new level, as after a change of the data or of the loss."
     )
     source = "hook loss_spikes"
+    thresholds = {
+        "fall": Threshold(0.7, "of the level of the 20 steps after the spike: the loss falls from there"),
+        "patience": Threshold(60, "steps after the spike, so that noise is no fall"),
+    }
     needs = ("loss_spikes",)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -541,8 +545,10 @@ class LossSpike(Detector):
         before = median_of(history.loss.between(step - 20, step - 1))
         after = history.loss.between(step + 1, history.step)
         has_recovered = len(after) >= 10 and median_of(after[len(after) // 2 :]) <= before + 0.1 * abs(before)
+        level, newest = median_of(after[:20]), median_of(after[-max(1, len(after) // 4) :])
+        is_falling = len(after) >= self.limit("patience") and newest < self.limit("fall") * level
         yield self.finding(
-            "info" if has_recovered else "warning",
+            "info" if has_recovered or is_falling else "warning",
             step,
             f"{alert['sentence'].rstrip('.')}, and {len(alerts) - 1} times later."
             if len(alerts) > 1

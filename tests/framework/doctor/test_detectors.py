@@ -207,3 +207,16 @@ def test_labels_that_belong_to_no_input_are_suspicious(level: float, accuracy: f
     if accuracy is not None:
         history.add(200, {"training_metrics/val_acc": accuracy})
     assert sum("equal probabilities" in item.why for item in diagnose(history)) == expected
+
+
+@pytest.mark.parametrize(("end", "severity"), [(2.0, "info"), (4.5, "warning")])
+def test_spike_to_a_level_from_which_the_loss_falls(end: float, severity: str) -> None:
+    """As in a curriculum: the loss rises to 5 at step 101, and falls to its end within 100 steps."""
+    history, steps = History({"groups": [{"optimizer": "Adam"}]}), list(range(1, 201))
+    losses = [0.1] * 100 + list(np.linspace(5, end, 100))
+    history.add(200, {"training_checks/loss": Series(steps, losses)})
+    sentence = "The loss has not recovered from its spike at step 101."
+    alert = {"hook": "loss_spikes", "metric": "loss_rise", "step": 101, "value": 50.0, "limit": 6.0}
+    history.add_alert({**alert, "sentence": sentence, "severity": "warning"})
+    (finding,) = [item for item in diagnose(history) if item.id == "loss-spike"]
+    assert finding.severity == severity
