@@ -644,15 +644,15 @@ class TrainValidationDiverging(Detector):
                 yield self._finding(step, f"The {course}: the model memorises its training data.", *evidence)
                 return
         if self._learns_nothing_general(history, validation):
-            loss, uniform = end_level(history.loss), uniform_loss(history)
+            trained, uniform = end_level(history.loss), uniform_loss(history)
             yield self.finding(
                 "warning",
                 validation.first_step,
                 f"Suspicious: the validation loss was never below that of equal probabilities, ln(C) = {uniform:.3g}, "
-                f"while the training loss has fallen to {loss:.3g}: what the model learns is wrong for other rows.",
+                f"while the training loss has fallen to {trained:.3g}: what the model learns is wrong for other rows.",
                 "Print a few rows of both sets with their labels: these may not belong to their inputs.",
                 Evidence(name, validation.last, uniform, f"below {uniform:.3g}"),
-                Evidence(f"{CHECKS}/loss", loss),
+                Evidence(f"{CHECKS}/loss", trained),
                 confidence=0.6,
             )
             return
