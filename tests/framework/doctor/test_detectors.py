@@ -210,7 +210,7 @@ def test_labels_that_belong_to_no_input_are_suspicious(level: float, accuracy: f
 
 
 @pytest.mark.parametrize(("end", "severity"), [(2.0, "info"), (4.5, "warning")])
-def test_spike_to_a_level_from_which_the_loss_falls(end: float, severity: str) -> None:
+def test_spike_is_followed_by_a_fall(end: float, severity: str) -> None:
     """As in a curriculum: the loss rises to 5 at step 101, and falls to its end within 100 steps."""
     history, steps = History({"groups": [{"optimizer": "Adam"}]}), list(range(1, 201))
     losses = [0.1] * 100 + list(np.linspace(5, end, 100))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 pytest.importorskip("ipykernel")
 nbformat = pytest.importorskip("nbformat")
@@ -142,7 +142,6 @@ def test_training_updates_its_outputs_in_place(outputs):
     assert all("text/html" in out.data for out in outputs["train"])
 
 
-@pytest.mark.slow
 def test_scope_displays_table_and_curves(outputs):
     """A scope renders as an HTML table, and its curves render as a PNG image."""
     (table,) = outputs["table"]
