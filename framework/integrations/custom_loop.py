@@ -16,7 +16,7 @@ from ..errors import RunNotice, UsageError, listed, notice, require, warn
 from ..hooks import HookPoint
 from ..state import Transient
 from .attached_loop import AttachedLoop, Result
-from .first_call import FirstCall
+from .evaluation_call import EvaluationCall
 from .gradient_unscaling import unscaled_gradients
 
 BARE_POINTS = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
@@ -107,7 +107,7 @@ class CustomLoop(Transient):
         self._is_in_epoch = self._is_data_exhausted = False  # state of the epoch
         self._is_bare = self._has_deferred_work = False
         self._has_checked_step = False
-        self._first_call = FirstCall()
+        self._evaluation_call = EvaluationCall()
         self._has_ready_gradients = self._has_closures = False  # whether the loop has used these calls
         self._is_in_closure_step = self._is_in_backward = self._stepped_in_backward = False
         self._evaluations = 0
@@ -202,10 +202,10 @@ class CustomLoop(Transient):
         if self._attached.place and not self._attached.is_started:  # resumed in an epoch without remaining batches
             self._start(None, steps)
         self._is_data_exhausted = self._is_in_epoch
-        self._first_call.stop()
+        self._evaluation_call.stop()
         if self._is_in_epoch and self._attached.can_notice_train_mode():
             # The next call of the model follows the data of an epoch, so it is probably an evaluation.
-            self._first_call = FirstCall(self._driver.task.model, self._hook_calls)
+            self._evaluation_call = EvaluationCall(self._driver.task.model, self._hook_calls)
 
     def report_no_batches(self) -> None:
         """Report a loader that yielded no batch in a pass over it."""
@@ -375,13 +375,13 @@ class CustomLoop(Transient):
 
     def evaluate(self, function: Callable[[], Result]) -> Result:
         """Return the result of an evaluation, isolated from the training unless the options say otherwise."""
-        self._first_call.stop()
+        self._evaluation_call.stop()
         return self._attached.evaluate(function)
 
     def end_epoch(self, numbers: Mapping[str, float]) -> None:
         """End the epoch in progress, if any."""
-        self._first_call.stop()
-        if numbers and self._first_call.is_in_train_mode and self._attached.can_notice_train_mode():
+        self._evaluation_call.stop()
+        if numbers and self._evaluation_call.is_in_train_mode and self._attached.can_notice_train_mode():
             self._attached.report_train_mode()
         self._finish_step()
         if self._is_in_epoch:
@@ -402,7 +402,7 @@ class CustomLoop(Transient):
         """End the current epoch, unless the loop has failed, then the run."""
         for handle in self._handles:
             handle.remove()
-        self._first_call.stop()
+        self._evaluation_call.stop()
         try:
             if status == "completed" and self._has_no_step_left:
                 self.start_without_steps()

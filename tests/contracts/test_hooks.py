@@ -157,13 +157,9 @@ def test_hooked_run_matches_bare_run(name, case, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.slow_rows("batchnorm_mlp-adamw_foreach-epoch-3")
-@pytest.mark.some_rows(5)
 @pytest.mark.guarantee("hooks-are-independent")
 @every_length
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=slow_unless(case in ORDERED)) for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES, ids=str)
 @own_process
 def test_hook_order_changes_no_results(case, steps):
     """Reversing the order of the observers and interventions changes no byte of the run and no metric."""

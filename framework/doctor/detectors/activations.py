@@ -27,7 +27,9 @@ class DeadUnits(Detector):
     thresholds = {
         "share": Threshold(0.5, "of the units; small batches let up to a third of ReLU units look dead"),
         "checks": Threshold(2, "one batch may not activate a unit"),
-        "harmful": Threshold(0.75, "fewer are a remark if the loss has fallen by 80 %: wide layers learn without them"),
+        "harmful": Threshold(
+            0.75, "smaller shares are a remark if the loss has fallen by 80 %: the remaining units learn"
+        ),
     }
     needs = ("activations", "training_checks")
     explains = frozenset(

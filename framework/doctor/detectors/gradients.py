@@ -8,7 +8,7 @@ from ...errors import listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
-from .levels import end_level, falls_short, gradient_norms, median_of, start_level
+from .levels import CHECKS, end_level, falls_short, gradient_norms, median_of, start_level
 
 EXPERTS = ("expert",)
 """Parts of names of parameters that get a gradient only if a token is routed to them."""
@@ -102,42 +102,42 @@ class LayersStopLearning(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding about parameters that are frozen, or else without a gradient, for a while."""
+        frozen = _streaks(history, "frozen_later", 2)
+        without = _streaks(history, "without_gradient", int(self.limit("checks")))
+        never = never_trained(history)
+        lost = {name: step for name, step in without.items() if name not in never and not are_experts([name])}
+        # The families name few parameters, their counts contain all.
+        frozen_count = int(max(history.curve(f"{CHECKS}/frozen_later_count").last, 0)) if frozen else 0
+        counts = [history.curve(f"{CHECKS}/{name}_count").last for name in ("without_gradient", "never_gradient")]
+        lost_count = max(int(counts[0] - counts[1]), len(lost)) if lost else 0
+        if frozen and history.step - max(frozen.values()) >= self.limit("lasting"):
+            yield self._finding(history, "frozen_later", "are frozen", frozen, frozen_count)
+        elif lost and history.step - max(lost.values()) >= self.limit("lasting"):
+            yield self._finding(history, "without_gradient", "have no gradient", lost, lost_count)
+
+    def _finding(self, history: History, family: str, problem: str, steps: dict[str, int], count: int) -> Finding:
         trainable = max(int(history.facts.get("trainable", 0)), 1)
-        for metric, names, step in (self._frozen(history), self._lost(history)):
-            if not names or history.step - step < self.limit("lasting"):
-                continue
-            count = max(int(history.last(metric)), len(names)) if metric.endswith("frozen_later_count") else len(names)
-            problem = "are frozen" if metric.endswith("frozen_later_count") else "have no gradient"
-            yield self.finding(
-                "warning" if count / trainable > self.limit("share") else "info",
-                step,
-                f"{count} of {trainable} trainable parameters {problem} since step {step:,} or shortly before, though "
-                f"they were trained until then: {_named(names, count)}.",
-                "Look for requires_grad_(False), torch.no_grad() or detach() that applies from there on; if it is "
-                "intended, ignore this finding.",
-                Evidence(metric, count, 0, "0, or the layers that a training freezes on purpose"),
-                confidence=0.6,
-            )
-            return
+        step = min(steps.values())
+        return self.finding(
+            "warning" if count / trainable > self.limit("share") else "info",
+            step,
+            f"{count} of {trainable} trainable parameters {problem} since step {step:,} or shortly before, though they "
+            f"were trained until then: {_named([*steps], count)}.",
+            "Look for requires_grad_(False), torch.no_grad() or detach() that applies from there on; if it is "
+            "intended, ignore this finding.",
+            Evidence(f"{CHECKS}/{family}_count", count, 0, "0, or the layers that a training freezes on purpose"),
+            confidence=0.6,
+        )
 
-    def _frozen(self, history: History) -> tuple[str, list[str], int]:
-        """Return a metric, the names of frozen parameters, and the first step at which they were."""
-        metric = "training_checks/frozen_later_count"
-        frozen = history.curve(metric)
-        family = history.family("training_checks/frozen_later") if frozen.last > 0 and len(frozen) > 1 else {}
-        names = [name for name, curve in family.items() if curve.last_step == frozen.last_step]
-        return metric, names, frozen.first_step_where(frozen.values > 0) or 0
 
-    def _lost(self, history: History) -> tuple[str, list[str], int]:
-        """Return the same of parameters without a gradient."""
-        metric = "training_checks/without_gradient_count"
-        newest, never = history.curve(metric).last_step, never_trained(history)
-        lost: dict[str, int] = {}
-        for name, curve in history.family("training_checks/without_gradient").items():
-            is_lost = curve.last_step == newest and curve.last >= self.limit("checks")
-            if is_lost and name not in never and not are_experts([name]):
-                lost[name] = int(curve.steps[np.flatnonzero(curve.values == 1)[-1]]) if 1 in curve.values else 0
-        return metric, [*lost], max(lost.values(), default=0)
+def _streaks(history: History, family: str, least: int) -> dict[str, int]:
+    """Return the first step of each parameter's newest streak of checked steps, if that has at least so many."""
+    newest = history.curve(f"{CHECKS}/{family}_count").last_step
+    return {
+        name: int(curve.steps[max(0, len(curve) - int(curve.last))])
+        for name, curve in history.family(f"{CHECKS}/{family}").items()
+        if curve.last_step == newest and curve.last >= least
+    }
 
 
 @DetectorRegistry.register

@@ -279,7 +279,8 @@ class LearningRateZero(Detector):
 def returns_after_burst(values: "np.typing.NDArray[np.float64]") -> bool:
     """Return whether the last values are about those before the peak, so that the peak was no start of a decay."""
     before = values[: int(np.argmax(values > 0.5 * np.nanmax(values)))]
-    return len(before) >= 10 and 0.5 < float(np.median(values[-10:]) / np.median(before)) < 2
+    usual, newest = float(np.median(before)) if len(before) >= 10 else 0.0, float(np.median(values[-10:]))
+    return 0.5 * usual < newest < 2 * usual
 
 
 @DetectorRegistry.register

@@ -591,6 +591,8 @@ class TrainValidationDiverging(Detector):
         "unlike": Threshold(2.0, "best validation loss over the first training loss; overfitting starts below that"),
         "gain": Threshold(0.02, "rise of the validation accuracy since the best validation loss; noise is below"),
         "gap": Threshold(0.25, "train accuracy minus validation accuracy once the training set is learned"),
+        "chance": Threshold(0.97, "of ln(C), which every validation loss exceeds if labels belong to no input"),
+        "learned": Threshold(0.85, "of ln(C), which the training loss is below in the same case"),
     }
     needs = ("training_metrics",)
 
@@ -629,7 +631,7 @@ class TrainValidationDiverging(Detector):
                     Evidence(name, float(values[-1]), rise * float(values[best]), "near its minimum"),
                     Evidence(f"{CHECKS}/loss", train_now),
                 )
-                if values[best] > self.limit("unlike") * start_level(loss):
+                if values[best] > self.limit("unlike") * start_level(loss) > 0:
                     yield self.finding(
                         "warning",
                         int(validation.steps[best]),
@@ -643,14 +645,15 @@ class TrainValidationDiverging(Detector):
                 step = int(validation.steps[best])
                 yield self._finding(step, f"The {course}: the model memorises its training data.", *evidence)
                 return
-        if self._learns_nothing_general(history, validation):
+        if self._does_not_generalise(history, validation):
             trained, uniform = end_level(history.loss), uniform_loss(history)
             yield self.finding(
                 "warning",
                 validation.first_step,
                 f"Suspicious: the validation loss was never below that of equal probabilities, ln(C) = {uniform:.3g}, "
-                f"while the training loss has fallen to {trained:.3g}: what the model learns is wrong for other rows.",
-                "Print a few rows of both sets with their labels: these may not belong to their inputs.",
+                f"while the training loss has fallen to {trained:.3g}: the model does not generalise at all.",
+                "Print a few rows of both sets with their labels, which may not belong to their inputs; check that "
+                "both losses are averaged in the same way.",
                 Evidence(name, validation.last, uniform, f"below {uniform:.3g}"),
                 Evidence(f"{CHECKS}/loss", trained),
                 confidence=0.6,
@@ -669,13 +672,13 @@ class TrainValidationDiverging(Detector):
                 Evidence("training_metrics/val_acc", held_out.last, train.last - self.limit("gap"), "near train_acc"),
             )
 
-    def _learns_nothing_general(self, history: History, validation: Curve) -> bool:
+    def _does_not_generalise(self, history: History, validation: Curve) -> bool:
         """Return whether all validation losses are those of equal probabilities or worse, and training losses not."""
         uniform, values = uniform_loss(history), validation.values
-        if len(values) < 3 or not math.isfinite(uniform) or not values.min() > 0.97 * uniform:
+        if len(values) < 3 or not math.isfinite(uniform) or not values.min() > self.limit("chance") * uniform:
             return False
         accuracy = history.last("training_metrics/val_acc")
-        return end_level(history.loss) < 0.85 * uniform and not accuracy > 2 * math.exp(-uniform)
+        return end_level(history.loss) < self.limit("learned") * uniform and not accuracy > 2 * math.exp(-uniform)
 
     def _generalises(self, history: History, best_step: int) -> bool:
         """Return whether the validation accuracy still rises, or is not far below that of the training."""

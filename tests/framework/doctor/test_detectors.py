@@ -220,3 +220,24 @@ def test_spike_is_followed_by_a_fall(end: float, severity: str) -> None:
     history.add_alert({**alert, "sentence": sentence, "severity": "warning"})
     (finding,) = [item for item in diagnose(history) if item.id == "loss-spike"]
     assert finding.severity == severity
+
+
+def test_many_layers_that_stop_learning_are_all_counted() -> None:
+    """The family names eight parameters at most, so that its names alone would make a remark of them."""
+    history = healthy_history()
+    history.facts = {**history.facts, "trainable": 200}
+    history.add(90, {"training_checks/never_gradient_count": 0})
+    history.add(90, {"training_checks/without_gradient_count": Series([51, 70, 90], [150] * 3)})
+    for index in range(8):
+        history.add(90, {f"training_checks/without_gradient/block.{index}": Series([51, 70, 90], [1, 2, 3])})
+    (finding,) = diagnose(history).at_least("warning")
+    assert "150 of 200 trainable parameters have no gradient since step 51" in finding.why
+
+
+def test_zero_before_a_peak_divides_nothing() -> None:
+    """Numpy warns about a division by zero, which tests turn into an error."""
+    history = healthy_history(400)
+    rates = [0.0] * 20 + [1.0] * 80 + [1e-4] * 300
+    history.add(400, {"training_metrics/lr": Series(list(range(1, 401)), rates)})
+    history.status = "completed"
+    assert "schedule-ends-early" in [item.id for item in diagnose(history)]

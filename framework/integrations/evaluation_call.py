@@ -1,4 +1,4 @@
-"""The mode of a model in its first call between the last step of an epoch and the end of the epoch."""
+"""The first call of a model after the data of an epoch, which is probably its evaluation."""
 
 from typing import Any, Protocol
 
@@ -12,8 +12,8 @@ class Switch(Protocol):
     is_on: bool
 
 
-class FirstCall:
-    """Notes whether the next call of a model runs in train mode; without a model, it notes nothing.
+class EvaluationCall:
+    """Records whether the next call of a model runs in train mode; without a model, it records nothing.
 
     It uses a hook of all modules, which is removed at that call: a hook of the model would be in every copy and every
     file of it. Calls during ``hook_calls`` are ignored.
@@ -22,9 +22,9 @@ class FirstCall:
     def __init__(self, model: nn.Module | None = None, hook_calls: Switch | None = None) -> None:
         self._model, self._hook_calls = model, hook_calls
         self.is_in_train_mode = False
-        self._handle = None if model is None else register_module_forward_pre_hook(self._note)
+        self._handle = None if model is None else register_module_forward_pre_hook(self._record)
 
-    def _note(self, module: nn.Module, inputs: Any) -> None:
+    def _record(self, module: nn.Module, inputs: Any) -> None:
         if module is self._model and not (self._hook_calls is not None and self._hook_calls.is_on):
             self.is_in_train_mode = module.training
             self.stop()
