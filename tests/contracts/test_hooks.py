@@ -107,7 +107,7 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
 
 @cache
 def alone(name: str, case: Case, steps: int) -> Run:
-    return train(case, [make(name)], steps=steps, reference_weights=reference(case))
+    return train(case, [make(name)], steps=steps, reference_weights=reference(case), audit=True)
 
 
 @cache
@@ -287,7 +287,7 @@ def test_committing_hook_changes_only_declared_parts(name, case, steps):
         assert name in refused
         return
     hook = HookRegistry.get(name)
-    run = train(case, [make(name)], steps=steps, manager_class=WatchingManager)
+    run = train(case, [make(name)], steps=steps, manager_class=WatchingManager, audit=True)
     changed = {entry for entries in run.manager.changes.values() for entry in entries}
     allowed = tuple(prefix for part in hook.commits for prefix in PREFIXES[part])
     assert [entry for entry in changed if not entry.startswith(allowed)] == []
@@ -307,9 +307,9 @@ def test_committing_hooks_apply_in_the_order_named(name, case):
     seen = {"probe first": [], "probe last": []}
     for order, rows in seen.items():
         hooks = [probe(lambda ctx, model_ctx, rows=rows: rows.append(committable(ctx.model))), make(name)]
-        train(case, hooks if order == "probe first" else hooks[::-1])
+        train(case, hooks if order == "probe first" else hooks[::-1], audit=True)
     before, after = [], []
-    train(case, [make(name)], manager_class=recording_manager(points, before, after))
+    train(case, [make(name)], manager_class=recording_manager(points, before, after), audit=True)
     assert seen["probe first"] == before
     assert seen["probe last"] == after
     assert before != after

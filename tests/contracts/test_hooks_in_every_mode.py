@@ -91,6 +91,7 @@ def run(mode: str, loop: str, hooks: list[Any]) -> Run:
         introduce=MODES[mode].introduce,
         raises=(UsageError,),
         reference_weights=reference(),
+        audit=True,
     )
 
 

@@ -92,7 +92,7 @@ def train_with(mutator: MisbehavingHook, case: Case, **options) -> Run:
     with restored_process_settings(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the manager warns about skipped hooks
         try:
-            return train(case, introduce=introduce, **options)
+            return train(case, introduce=introduce, **{"audit": True, **options})
         finally:
             mutator.scene.left_behind = None
 

@@ -54,11 +54,11 @@ def commit_and_raise(run_ctx, model_ctx):
 @every_case
 def test_error_names_hook_point_and_step(case, kind, point):
     """The message quotes the raising line, and the final state is that of the bare run."""
-    run = train(case, [at(kind, point)(raising)], raises=HookError)
+    run = train(case, [at(kind, point)(raising)], raises=HookError, audit=True)
     assert str(run.error).startswith(f"Hook {kind.name!r} raised at {point.name} of step 1: Mishap: on purpose [")
     assert str(run.error).endswith('in raising: raise Mishap("on purpose")]')
     assert isinstance(run.error.__cause__, Mishap)
-    stopped_run = train(case, [at(SpyHook, point)(stop_here)], raises=HookError)
+    stopped_run = train(case, [at(SpyHook, point)(stop_here)], raises=HookError, audit=True)
     assert differences(stopped_run.final, run.final) == []
 
 
@@ -71,8 +71,8 @@ def stop_here(ctx):
 @every_case
 def test_half_finished_intervention_leaves_bare_run_state(case, point):
     """An intervention that changes the state and then raises is rolled back at every hook point."""
-    run = train(case, [at(ActingHook, point)(spoil_and_raise)], raises=HookError)
-    stopped_run = train(case, [at(SpyHook, point)(stop_here)], raises=HookError)
+    run = train(case, [at(ActingHook, point)(spoil_and_raise)], raises=HookError, audit=True)
+    stopped_run = train(case, [at(SpyHook, point)(stop_here)], raises=HookError, audit=True)
     assert differences(stopped_run.final, run.final) == []
 
 
@@ -83,7 +83,7 @@ def test_skip_finishes_run_like_bare_run(case, kind):
     """The run warns once, records the error and still calls the other hooks at every step."""
     bystander = at(SpyHook, *HookPoint, name="bystander")(lambda ctx: {"x": 1.0})
     with pytest.warns(UserWarning, match=f"Hook '{kind.name}' raised at .* The run continues without this hook"):
-        run = train(case, [kind(raising), bystander], on_error="skip")
+        run = train(case, [kind(raising), bystander], on_error="skip", audit=True)
     assert_same_bytes(run, case)
     (error,) = run.manager.hooks.failures.errors
     assert (error["hook"], error["error"]) == (kind.name, "Mishap: on purpose")
@@ -94,7 +94,7 @@ def test_skip_finishes_run_like_bare_run(case, kind):
 @every_case
 def test_skip_rolls_back_raising_intervention(case):
     with pytest.warns(UserWarning, match="raised at"):
-        run = train(case, [at(ActingHook, HookPoint.POST_STEP)(spoil_and_raise)], on_error="skip")
+        run = train(case, [at(ActingHook, HookPoint.POST_STEP)(spoil_and_raise)], on_error="skip", audit=True)
     assert_same_bytes(run, case)
 
 
@@ -102,7 +102,7 @@ def test_skip_rolls_back_raising_intervention(case):
 def test_commits_of_raising_hook_are_not_applied(case):
     """In skip mode, a hook that raises after committing leaves the result of the bare run."""
     with pytest.warns(UserWarning, match="after committing"):
-        run = train(case, [CommittingHook(commit_and_raise)], on_error="skip")
+        run = train(case, [CommittingHook(commit_and_raise)], on_error="skip", audit=True)
     assert_same_bytes(run, case)
     assert len(run.manager.hooks.failures.errors) == 1
 
@@ -113,9 +113,9 @@ def test_commits_of_other_hooks_survive_a_raise(case):
     """The result equals that of a run with the other committing hook alone."""
     halving = at(ActingHook, HookPoint.POST_BACKWARD, mutates=False, commits=CommittingHook.commits, name="halving")
     halve = lambda run_ctx, model_ctx: model_ctx.scale_gradients(0.5)
-    halving_run = train(case, [halving(halve)])
+    halving_run = train(case, [halving(halve)], audit=True)
     with pytest.warns(UserWarning, match="after committing"):
-        run = train(case, [CommittingHook(commit_and_raise), halving(halve)], on_error="skip")
+        run = train(case, [CommittingHook(commit_and_raise), halving(halve)], on_error="skip", audit=True)
     assert run.digests == halving_run.digests
     assert run.digests != bare_run(case)[0]
 
@@ -129,8 +129,8 @@ def interrupt(run_ctx, model_ctx):
 @every_case
 def test_interrupt_during_intervention_is_rolled_back(case):
     """A KeyboardInterrupt in the middle of an intervention leaves the state of the bare run."""
-    run = train(case, [at(ActingHook, HookPoint.POST_STEP)(interrupt)], raises=KeyboardInterrupt)
-    stopped_run = train(case, [at(SpyHook, HookPoint.POST_STEP)(stop_here)], raises=HookError)
+    run = train(case, [at(ActingHook, HookPoint.POST_STEP)(interrupt)], raises=KeyboardInterrupt, audit=True)
+    stopped_run = train(case, [at(SpyHook, HookPoint.POST_STEP)(stop_here)], raises=HookError, audit=True)
     assert differences(stopped_run.final, run.final) == []
 
 
@@ -145,7 +145,7 @@ def test_metrics_before_a_raise_are_delivered():
         return {"step": float(ctx.step)}
 
     with pytest.warns(UserWarning, match="at last"):
-        run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(third_time)], on_error="skip")
+        run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(third_time)], on_error="skip", audit=True)
     assert [row[2:] for row in run.sink.rows("spy/")] == [(1, 1.0), (2, 2.0)]
 
 
@@ -175,7 +175,7 @@ def train_with_mutation(kind, name, error, **options):
     introduce = lambda *run: introduced.update(run=run)
     with restored_process_settings(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return train(Case(), [kind(act)], length=2, introduce=introduce, **options)
+        return train(Case(), [kind(act)], length=2, introduce=introduce, **{"audit": True, **options})
 
 
 @pytest.mark.some_rows(3)
@@ -218,10 +218,10 @@ def test_exit_in_hook_counts_as_hook_error(kind, error):
     def raise_error(*contexts):
         raise error
 
-    run = train(Case(), [at(kind, HookPoint.POST_STEP)(raise_error)], raises=HookError)
+    run = train(Case(), [at(kind, HookPoint.POST_STEP)(raise_error)], raises=HookError, audit=True)
     assert f"raised at POST_STEP of step 1: {type(error).__name__}" in str(run.error)
     with pytest.warns(UserWarning, match="The run continues without this hook"):
-        assert_same_bytes(train(Case(), [kind(raise_error)], on_error="skip"), Case())
+        assert_same_bytes(train(Case(), [kind(raise_error)], on_error="skip", audit=True), Case())
 
 
 def test_interrupt_in_observer_restores_module_modes():
@@ -231,6 +231,8 @@ def test_interrupt_in_observer_restores_module_modes():
         ctx.model.eval()
         raise KeyboardInterrupt
 
-    run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(interrupt_in_eval_mode)], raises=KeyboardInterrupt)
+    run = train(
+        Case(), [at(SpyHook, HookPoint.POST_STEP)(interrupt_in_eval_mode)], raises=KeyboardInterrupt, audit=True
+    )
     assert isinstance(run.error, KeyboardInterrupt)
     assert all(module.training for module in run.task.model.modules())

@@ -200,7 +200,7 @@ def test_reading_and_drawing_taps_change_nothing():
         torch.rand(3)
         random.random()
 
-    run = train(CASE, [Reader(AttentionTap(LAYER, read), AttentionTap(LAYER, read))])
+    run = train(CASE, [Reader(AttentionTap(LAYER, read), AttentionTap(LAYER, read))], audit=True)
     digests, final = bare_run(CASE)
     for expected, digest in zip(digests, run.digests, strict=True):
         assert not differences(expected, digest)

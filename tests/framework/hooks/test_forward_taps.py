@@ -105,7 +105,7 @@ def test_reading_and_drawing_taps_change_nothing(case):
         torch.rand(3)
         random.random()
 
-    run = train(case, [Reader(ForwardTap(MODULES[case.model], read), ForwardTap("", read))])
+    run = train(case, [Reader(ForwardTap(MODULES[case.model], read), ForwardTap("", read))], audit=True)
     digests, final = bare_run(case)
     for expected, digest in zip(digests, run.digests, strict=True):
         assert not differences(expected, digest)
@@ -117,7 +117,7 @@ def test_reading_and_drawing_taps_change_nothing(case):
 def test_micro_batches_are_read_one_by_one():
     """Three steps of two micro-batches are six uses."""
     seen = []
-    train(Case("tied"), [Reader(ForwardTap("mix", seen.append))], steps=3, accumulation_steps=2)
+    train(Case("tied"), [Reader(ForwardTap("mix", seen.append))], steps=3, accumulation_steps=2, audit=True)
     assert len(seen) == 6
 
 
@@ -146,7 +146,7 @@ def test_changed_tensors_are_caught(mutation):
 def test_audit_catches_writes_through_data():
     """Such a write changes no version counter."""
     tap = ForwardTap("1", lambda call: call.output.data.zero_())
-    run = train(Case(), [Reader(tap)], raises=StateMutationError)
+    run = train(Case(), [Reader(tap)], raises=StateMutationError, audit=True)
     assert "changed an input or output" in str(run.error)
 
 

@@ -100,7 +100,7 @@ def attached(model: nn.Module) -> int:
 @pytest.mark.parametrize(("model", "name"), [("batchnorm_mlp", "0.weight"), ("tied", "embedding.weight")])
 def test_parameter_tap_receives_the_exact_gradient(model, name):
     log, gradients = TapLog(), []
-    train(Case(model), [Tapper(log.tap(name, "parameter")), gradients_of(name, gradients)])
+    train(Case(model), [Tapper(log.tap(name, "parameter")), gradients_of(name, gradients)], audit=True)
     assert len(log.seen) == 3
     assert all(torch.equal(seen, gradient) for seen, gradient in zip(log.seen, gradients, strict=True))
 
@@ -109,7 +109,7 @@ def test_parameter_tap_is_called_per_micro_batch():
     """The gradients of the micro-batches add up to the gradient of the step."""
     log, gradients = TapLog(), []
     hooks = [Tapper(log.tap("mix.weight", "parameter")), gradients_of("mix.weight", gradients)]
-    train(Case("tied"), hooks, steps=3, accumulation_steps=2)
+    train(Case("tied"), hooks, steps=3, accumulation_steps=2, audit=True)
     assert len(log.seen) == 6
     assert torch.equal(log.seen[0] + log.seen[1], gradients[0])
 
@@ -207,7 +207,7 @@ def test_observing_taps_with_random_draws_change_nothing(case):
     }[case.model]
     seen: list[float] = []
     taps = GradientTap(module, "output", drawing(seen)), GradientTap(parameter, "parameter", drawing(seen))
-    assert_same_run(train(case, [Tapper(*taps)]), case)
+    assert_same_run(train(case, [Tapper(*taps)], audit=True), case)
     assert len(seen) == 6
 
 
@@ -216,7 +216,7 @@ def test_tap_random_draws_ignore_other_hooks():
 
     def draws(*others: TrainingHook) -> list[float]:
         seen: list[float] = []
-        train(Case(), [*others, Tapper(GradientTap("0.weight", "parameter", drawing(seen)))])
+        train(Case(), [*others, Tapper(GradientTap("0.weight", "parameter", drawing(seen)))], audit=True)
         return seen
 
     alone = draws()
@@ -230,7 +230,7 @@ def test_taps_are_removed_after_every_run(error):
     """The run completes or fails."""
     ending = raising if error else (lambda ctx: None)
     hooks = [Tapper(WEIGHT, GradientTap("0", "output", lambda gradient: None)), SpyHook(ending)]
-    run = train(Case(), hooks, raises=HookError)
+    run = train(Case(), hooks, raises=HookError, audit=True)
     assert (run.error is not None) == bool(error)
     assert attached(run.task.model) == 0
 
@@ -280,7 +280,7 @@ def test_optimizer_uses_the_replaced_gradient():
     halve = GradientTap("0.weight", "parameter", lambda gradient: gradient / 2, replaces=True)
     log = TapLog()
     hooks = [Tapper(log.tap("0.weight", "parameter")), Replacer(halve), gradients_of("0.weight", gradients)]
-    run = train(Case(), hooks)
+    run = train(Case(), hooks, audit=True)
     assert all(torch.equal(seen / 2, used) for seen, used in zip(log.seen, gradients, strict=True))
     assert treatments(run.manager.hooks) == {"replacer": ("gradients",)}
 
@@ -288,9 +288,9 @@ def test_optimizer_uses_the_replaced_gradient():
 def test_replaced_output_gradient_affects_only_upstream_layers():
     block = GradientTap("1", "output", torch.zeros_like, replaces=True)
     upstream, downstream, untreated = [], [], []
-    train(Case(), [Replacer(block), gradients_of("0.weight", upstream)], steps=1)
-    train(Case(), [Replacer(block), gradients_of("4.weight", downstream)], steps=1)
-    train(Case(), [gradients_of("4.weight", untreated)], steps=1)
+    train(Case(), [Replacer(block), gradients_of("0.weight", upstream)], steps=1, audit=True)
+    train(Case(), [Replacer(block), gradients_of("4.weight", downstream)], steps=1, audit=True)
+    train(Case(), [gradients_of("4.weight", untreated)], steps=1, audit=True)
     assert not upstream[0].any()
     assert torch.equal(downstream[0], untreated[0])
     assert downstream[0].any()
@@ -302,7 +302,7 @@ def test_undeclared_replacement_is_refused_before_the_run(hook):
     greedy = GradientTap("0.weight", "parameter", lambda gradient: gradient * 0, replaces=True)
     greedy_hook = type("Greedy", (hook,), {"taps": lambda self, model: [greedy]})(lambda *ctx: None)
     with pytest.raises(UsageError, match=r"replaces a gradient, .* add commits = \{StatePart.GRADIENTS\} to its class"):
-        train(Case(), [greedy_hook])
+        train(Case(), [greedy_hook], audit=True)
 
 
 def return_another(gradient: Tensor) -> Tensor:
@@ -343,14 +343,19 @@ def write_through_data(gradient: Tensor) -> None:
 @pytest.mark.guarantee("commits-are-declared")
 def test_audit_catches_writes_without_version_bump():
     """A tap changes a gradient without increasing the version counter of the tensor."""
-    run = train(Case(), [Tapper(GradientTap("0.weight", "parameter", write_through_data))], raises=StateMutationError)
+    run = train(
+        Case(),
+        [Tapper(GradientTap("0.weight", "parameter", write_through_data))],
+        raises=StateMutationError,
+        audit=True,
+    )
     assert "on '0.weight' changed a gradient" in str(run.error)
 
 
 def test_replacement_of_wrong_shape_raises_with_details():
     """The error gives the hook, the tap and both shapes."""
     wrong = GradientTap("0.weight", "parameter", lambda gradient: gradient[:1], replaces=True)
-    run = train(Case(), [Replacer(wrong)], raises=HookError)
+    run = train(Case(), [Replacer(wrong)], raises=HookError, audit=True)
     assert "Hook 'replacer' raised at tap on '0.weight' of step 1" in str(run.error)
     assert "shape (1, 4) as replacement of a gradient of torch.float32 and shape (8, 4)" in str(run.error)
 
@@ -424,13 +429,17 @@ def test_module_hooks_exist_only_at_due_steps():
     """The taps of the hook have a stride of two steps."""
     tapper, counts = Tapper(GradientTap("0", "output", lambda gradient: None)), []
     tapper.step_schedule = StepSchedule(mode="stride", every_n_steps=2)
-    train(Case(), [tapper, at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: counts.append(attached(ctx.model)))])
+    train(
+        Case(),
+        [tapper, at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: counts.append(attached(ctx.model)))],
+        audit=True,
+    )
     assert counts == [1, 0, 1]
 
 
 def test_raising_tap_ends_the_run_with_details():
     """The error gives the hook, the tap and the step."""
-    run = train(Case(), [Tapper(GradientTap("0.weight", "parameter", raising))], raises=HookError)
+    run = train(Case(), [Tapper(GradientTap("0.weight", "parameter", raising))], raises=HookError, audit=True)
     assert str(run.error).startswith("Hook 'tapper' raised at tap on '0.weight' of step 1: Mishap: on purpose")
 
 
@@ -438,7 +447,7 @@ def test_raising_tap_can_be_skipped_without_trace():
     """With on_error="skip" the run equals the bare run."""
     hook = Tapper(GradientTap("0", "output", raising), GradientTap("0.weight", "parameter", raising))
     with pytest.warns(UserWarning, match="raised at tap on '0' of step 1.*continues without this hook"):
-        run = train(Case(), [hook], on_error="skip")
+        run = train(Case(), [hook], on_error="skip", audit=True)
     assert_same_run(run, Case())
     assert [error["point"] for error in run.manager.hooks.failures.errors] == ["tap on '0'"]
 
@@ -522,7 +531,7 @@ def test_weight_taps_of_all_uses_sum_to_gradient():
     parts = TapLog()
     total_gradient = gradients_of("embedding.weight", seen := [])
     tapper = Tapper(parts.tap("decoder", "weight"), parts.tap("embedding", "weight"))
-    train(Case("tied"), [tapper, total_gradient])
+    train(Case("tied"), [tapper, total_gradient], audit=True)
     assert len(parts.seen) == 2 * len(seen) == 6
     for g_out, g_in, total in zip(parts.seen[::2], parts.seen[1::2], seen, strict=True):
         assert torch.equal(g_out + g_in, total)

@@ -159,7 +159,7 @@ def test_observer_may_evaluate_other_weights(case):
             doubled = {name: 2 * value for name, value in ctx.model.named_parameters()}
             evaluations.append((ctx.evaluate({}), dict(ctx.evaluation), ctx.evaluate(doubled)))
 
-    run = train(case, [at(SpyHook, HookPoint.SNAPSHOT)(probe)], steps=6, evaluate=first_logit)
+    run = train(case, [at(SpyHook, HookPoint.SNAPSHOT)(probe)], steps=6, evaluate=first_logit, audit=True)
     assert run.digests == train(case, steps=6, evaluate=first_logit, audit=False).digests
     assert len(evaluations) >= 1
     for live, of_run, doubled in evaluations:
