@@ -32,7 +32,7 @@ from ..hooks import (
 from ..isolation import Call, Isolation, StateCopy, borrowed_extras, borrowed_for_evaluation
 from ..state import TrainingState, optimizers_of
 from ..taps import TapSet
-from ..training import LossProbe, Profiler, TrainingTask, without_graph
+from ..training import LossProbe, ObservedPass, Profiler, TrainingTask, without_graph
 from .commits import refuse_commits_for_closures
 from .failures import HookFailures
 from .hook_calls import HookCalls, optimizer_groups, with_gradients_borrowed
@@ -124,6 +124,8 @@ class HookManager:
         self.save_step_streams = self._hook_calls.save_step_streams
         self.call_between_steps = self._hook_calls.call_between_steps
         self._reference_weights = reference_weights
+        self.observed_first_pass: ObservedPass | None = None
+        """The pass that hooks share at their start, once it has run."""
 
     def __del__(self) -> None:
         if self._started and not self._ended and self.dispatch.has_pending:
@@ -176,11 +178,14 @@ class HookManager:
             if mutating := [hook.name for hook in self.hooks if isinstance(hook, InterventionHook) and hook.mutates]:
                 self.hooks.leave_out(mutating, "start", UsageError(sentence))
             warn(sentence, RunNotice, stacklevel=2)
-        first_pass = None if "needs_loss" in run.lacks else partial(self._first_pass, first)
+        if "needs_loss" not in run.lacks:
+            first_pass, observed = partial(self._first_pass, first), partial(self._observed_first_pass, first)
+            run = replace(run, first_pass=first_pass, observed_first_pass=observed)
         if self.task.ranks.are_many:
             self.task.ranks.check_equal(self._settings())
         sample_counts = {name: dict(kinds) for name, kinds in self.profiler.samples.items()}
-        self.hooks.start(replace(run, first_pass=first_pass))
+        self.hooks.start(run)
+        self.observed_first_pass = None
         self.profiler.samples.update(sample_counts)  # a resumed run has already counted the passes of its start
         self._attach_taps()
         self.hooks.synchronise_failures()
@@ -359,6 +364,14 @@ class HookManager:
             with borrowed_extras(self.state):  # an experiment's loader may change them
                 batch = first_batch(with_copied_batches(self.task.loader))
         return LossProbe(self.task, self.state, self.profiler).loss_with_graph(batch)
+
+    def _observed_first_pass(self, batch: Batch | None) -> ObservedPass:
+        if self.observed_first_pass is None:
+            seen = ObservedPass()
+            with seen.observe(self.task.model):
+                seen.add_loss(self._first_pass(batch))
+            self.observed_first_pass = seen
+        return self.observed_first_pass
 
     def _run_pass_for_taps(self) -> None:
         """Run the step's batch again, on a separate random stream, for the taps that a compiled pass does not call."""

@@ -19,7 +19,7 @@ from .hook_points import EPOCH_END, STEP_POINTS, HookPoint
 
 if TYPE_CHECKING:
     from ..data import Loader
-    from ..training import Profiler, Ranks
+    from ..training import ObservedPass, Profiler, Ranks
 
 Created = TypeVar("Created")
 
@@ -146,6 +146,9 @@ class RunInfo:
     first_pass: Callable[[], Tensor] | None = field(default=None, repr=False)
     """Computes the loss of the first batch with its autograd graph, without side effects, for hooks that inspect the
     model's operations; set by the hook manager."""
+    observed_first_pass: "Callable[[], ObservedPass] | None" = field(default=None, repr=False)
+    """Returns which modules and matrices the loss of the first batch uses, from one pass that all hooks share; set like
+    ``first_pass``."""
 
     def __post_init__(self) -> None:
         """Replace the task by its read-only view, and fill in the classes of a single optimizer."""

@@ -262,9 +262,10 @@ class AttachedLoop:
         """Protect the modules outside of the model that the loss uses, if any hook computes it."""
         task, state = self.manager.task, self.manager.state
         has_loss = first is not None and "needs_loss" not in self._lacks
-        is_computed = has_loss and any(hook.needs_loss for hook in self.manager.hooks)
-        if is_computed and (modules := modules_of_loss(task, state, first, self._loss)):
-            self.manager.isolation.include(modules)
+        if has_loss and any(hook.needs_loss for hook in self.manager.hooks):
+            modules, self.manager.observed_first_pass = modules_of_loss(task, state, first, self._loss)
+            if modules:
+                self.manager.isolation.include(modules)
 
     def _create_folder(self) -> None:
         if self._ranks.is_main:

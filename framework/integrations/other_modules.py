@@ -14,7 +14,7 @@ from ..data import Batch
 from ..errors import require
 from ..isolation import borrowed_buffers, borrowed_modes
 from ..state import FullSharding, TrainingState, tensors_of
-from ..training import LossProbe, Profiler, TrainingTask
+from ..training import LossProbe, ObservedPass, Profiler, TrainingTask
 from .attach_options import Loss
 from .model_wrappers import unwrap
 
@@ -50,18 +50,26 @@ class LooseTensors(nn.Module):
         self._parameters.update({str(index): tensor for index, tensor in enumerate(tensors)})
 
 
-def modules_of_loss(task: TrainingTask, state: TrainingState, batch: Batch, loss: Loss) -> dict[str, nn.Module]:
+def modules_of_loss(
+    task: TrainingTask, state: TrainingState, batch: Batch, loss: Loss
+) -> tuple[dict[str, nn.Module], ObservedPass | None]:
     """Return the modules outside of the training state that the loss of a batch uses, by a name for each.
 
-    The loss is computed once, without side effects. Modules are found when they are called, other tensors with a
-    gradient in the autograd graph of the loss. A loss that fails uses no modules here: the hook that computes it later
-    reports the error.
+    Also returns what else the pass showed, or ``None`` if the loss failed. The loss is computed once, without side
+    effects. Modules are found when they are called, other tensors with a gradient in the autograd graph of the loss.
+    A loss that fails uses no modules here: the hook that computes it later reports the error.
     """
     known = {*map(id, state.modules.modules()), *map(id, state.modules.parameters())}
     found: list[nn.Module] = []
     leaves: list[weakref.ref[Tensor]] = []
+    seen, completed = ObservedPass(), None
     with suppress(Exception), _collected(known, found):
-        leaves = [weakref.ref(leaf) for leaf in leaves_of(LossProbe(task, state, Profiler()).loss_with_graph(batch))]
+        with seen.observe(state.model):
+            value = LossProbe(task, state, Profiler()).loss_with_graph(batch)
+        leaves = [weakref.ref(leaf) for leaf in leaves_of(value)]
+        seen.add_loss(value)
+        completed = seen
+        del value
     of_found = {id(parameter) for module in found for parameter in module.parameters()}
     of_batch = {*map(id, tensors_of(batch))}
     # FSDP2 computes with gathered parameters, which no module holds afterwards and whose storage is freed.
@@ -70,7 +78,8 @@ def modules_of_loss(task: TrainingTask, state: TrainingState, batch: Batch, loss
     living = [leaf for reference in leaves if (leaf := reference()) is not None]
     loose = [leaf for leaf in living if id(leaf) not in known | of_found | of_batch | gathered]
     modules = [module for module in found if any(True for _ in (*module.parameters(), *module.buffers()))]
-    return _with_names(modules, loss, state) | ({"tensors of the loss": LooseTensors(loose)} if loose else {})
+    named = _with_names(modules, loss, state) | ({"tensors of the loss": LooseTensors(loose)} if loose else {})
+    return named, completed
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:

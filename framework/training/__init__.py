@@ -2,6 +2,7 @@
 
 from .compilation import compile_model, eagerly, is_compiled, quiet_graph_breaks
 from .loss_probe import METHODS, LossProbe, Method
+from .observed_pass import ObservedPass
 from .parallel import (
     Parallel, is_main_process, is_restarted, joined_process_group, parallelise, torchrun_world_size,
     with_rebuilt_buckets,
@@ -15,9 +16,34 @@ from .train_step import (
 from .user_functions import without_graph
 
 __all__ = [
-    "METHODS", "LossProbe", "Method", "Parallel", "Precision", "Profiler", "Ranks", "TrainingTask", "advance_scheduler",
-    "borrowed_scaler", "check_metric", "compile_model", "eagerly", "forward_backward", "is_compiled", "is_main_process",
-    "is_restarted", "is_skipped", "joined_process_group", "make_closure", "measure_gradients", "parallelise",
-    "quiet_graph_breaks", "step_by_metric", "takes_closure", "torchrun_world_size", "update", "with_rebuilt_buckets",
+    "METHODS",
+    "LossProbe",
+    "Method",
+    "ObservedPass",
+    "Parallel",
+    "Precision",
+    "Profiler",
+    "Ranks",
+    "TrainingTask",
+    "advance_scheduler",
+    "borrowed_scaler",
+    "check_metric",
+    "compile_model",
+    "eagerly",
+    "forward_backward",
+    "is_compiled",
+    "is_main_process",
+    "is_restarted",
+    "is_skipped",
+    "joined_process_group",
+    "make_closure",
+    "measure_gradients",
+    "parallelise",
+    "quiet_graph_breaks",
+    "step_by_metric",
+    "takes_closure",
+    "torchrun_world_size",
+    "update",
+    "with_rebuilt_buckets",
     "without_graph",
 ]

@@ -14,10 +14,10 @@ from loopscope.hooks import GradientTap, MetricPanel, Metrics, ModelDataContext,
 from loopscope.option_words import hook_option_text
 from loopscope.taps import TapSet
 from loopscope.tensors import joint_norm
-from loopscope.training import Ranks
+from loopscope.training import ObservedPass, Ranks
 from torch import Tensor, nn
 
-from .tied_embeddings import NORMS, PICTURE, EmbeddingPair, Pass, TiedGradients, pair_of, squares, watch
+from .tied_embeddings import NORMS, PICTURE, EmbeddingPair, TiedGradients, pair_of, squares
 
 Scope = Literal["weight", "logits"]
 NAME = "output_projection_clip"
@@ -306,10 +306,10 @@ class TiedGradientClipping:
 
         self.disable()
         self._taps.attach(TapOwner(NAME, is_due, call, may_replace=True), self.clipper.taps())
-        seen = Pass()
-        self._watch = watch(self._model, seen, partial(self._verify, seen))
+        seen = ObservedPass()
+        self._watch = seen.observe(self._model, partial(self._verify, seen))
 
-    def _verify(self, seen: Pass) -> None:
+    def _verify(self, seen: ObservedPass) -> None:
         """Raise :class:`UnsuitableError` if the first pass shows another pair."""
         self._watch.close()
         if (pair := EmbeddingPair.of(self._model, NAME, *self._wanted, seen)) != self.clipper.pair:

@@ -1,20 +1,16 @@
 """Search for an input embedding and its output projection, and separation of their gradients if they are tied."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from loopscope.errors import RunNotice, UnsuitableError, UsageError, warn
 from loopscope.hooks import GradientTap, RunInfo
 from loopscope.option_words import hook_option_text
-from loopscope.state import InternalFunction
 from loopscope.tensors import WIDE, flat_products, fully_sharded_modules, is_sharded
-from loopscope.training import Ranks
+from loopscope.training import ObservedPass, Ranks
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
 ROWS_TOGETHER = 512
 """Number of rows of a difference in memory at once."""
@@ -27,65 +23,6 @@ NORMS = {
     "output_proj_grad_l2_norm": "through the output projection (g_out)",
 }
 """Labels of the two norms in that picture."""
-
-PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv", "Linear", "MkldnnLinear", "Convolution")
-"""Prefixes of the names of autograd nodes that multiply by a matrix."""
-LOOK_UPS = ("Embedding", "Index", "Gather")
-
-
-@dataclass
-class Pass:
-    """Record of a forward pass: the called modules, and the matrices that produced output and loss."""
-
-    called: set[str] = field(default_factory=set)
-    of_output: list[Tensor] = field(default_factory=list)
-    of_loss: list[Tensor] = field(default_factory=list)
-
-    def made_by(self, weight: Tensor | None) -> bool:
-        """Return whether a product with this parameter produced the output, or a loss computed from it."""
-        return any(matrix is weight for matrix in (*self.of_output, *self.of_loss))
-
-
-def watch(model: nn.Module, seen: Pass, on_output: Callable[[], None] | None = None) -> ExitStack:
-    """Record a model's passes until the returned stack is closed; call ``on_output`` for outputs with a graph."""
-    stack = ExitStack()
-
-    def after(name: str, module: nn.Module, inputs: object, output: object) -> None:
-        seen.called.add(name)
-        if not name and (matrices := output_matrices(output)):
-            seen.of_output += matrices
-            if on_output is not None:
-                on_output()
-
-    for name, module in model.named_modules():
-        stack.callback(module.register_forward_hook(InternalFunction(partial(after, name))).remove)
-    return stack
-
-
-def output_matrices(output: object) -> list[Tensor]:
-    """Return the parameters of the last matrix products before an output, found by walking its graph backwards."""
-    nodes: list[Any] = [leaf.grad_fn for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.grad_fn]
-    seen, output_factors = set(nodes), list[Tensor]()
-    for node in nodes:  # the loop appends to this list
-        sources = [source for source, _ in node.next_functions if source is not None]
-        # Custom autograd functions have names without a number.
-        multiplies = node.name().startswith(PRODUCTS) or not node.name()[-1].isdigit()
-        matrices = [matrix for source in sources if (matrix := _matrix(source)) is not None] if multiplies else []
-        output_factors += matrices
-        nodes += [source for source in dict.fromkeys(sources) if not matrices and source not in seen]
-        seen.update(sources)
-    return output_factors
-
-
-def _matrix(node: Any) -> Tensor | None:
-    """Return the matrix parameter if a node is a view, cast or multiple of one; else ``None``."""
-    # Only the node that accumulates a parameter's gradient has the attribute ``variable``, the parameter.
-    while not hasattr(node, "variable"):
-        sources = [source for source, _ in node.next_functions if source is not None]
-        if len(sources) != 1 or node.name().startswith((*PRODUCTS, *LOOK_UPS)):
-            return None
-        node = sources[0]
-    return node.variable if node.variable.ndim > 1 else None
 
 
 @dataclass(frozen=True)
@@ -101,7 +38,12 @@ class EmbeddingPair:
 
     @classmethod
     def of(
-        cls, model: nn.Module, hook: str, embedding: str | None, projection: str | None, seen: Pass | None = None
+        cls,
+        model: nn.Module,
+        hook: str,
+        embedding: str | None,
+        projection: str | None,
+        seen: ObservedPass | None = None,
     ) -> "EmbeddingPair":
         """Find the pair, or use the named modules; ``seen`` is a pass that verifies the output projection.
 
@@ -147,7 +89,7 @@ class EmbeddingPair:
         return pair
 
     @classmethod
-    def _candidates(cls, modules: Mapping[str, nn.Module], seen: Pass | None) -> list["EmbeddingPair"]:
+    def _candidates(cls, modules: Mapping[str, nn.Module], seen: ObservedPass | None) -> list["EmbeddingPair"]:
         """Return the tied pairs of a model; if there are none, the untied pairs."""
         live = {name: module for name, module in modules.items() if seen is None or name in seen.called}
 
@@ -175,7 +117,7 @@ class EmbeddingPair:
 
     @classmethod
     def _named(
-        cls, modules: Mapping[str, nn.Module], hook: str, embedding: str, projection: str, seen: Pass | None
+        cls, modules: Mapping[str, nn.Module], hook: str, embedding: str, projection: str, seen: ObservedPass | None
     ) -> "EmbeddingPair":
         for option, name in (("embedding", embedding), ("projection", projection)):
             if name not in modules or modules[name]._parameters.get("weight") is None:
@@ -233,15 +175,13 @@ def pair_of(run: RunInfo, hook: str, embedding: str | None, projection: str | No
             f"Hook {hook!r} separates two gradients of one unsharded matrix, which FSDP2 (fully_shard) does not have "
             "in the backward pass; measure in a run under DistributedDataParallel."
         )
-    seen: Pass | None = None
-    if run.first_pass is not None:
+    seen: ObservedPass | None = None
+    if run.observed_first_pass is not None:
         try:
-            with watch(run.model, seen := Pass()):
-                seen.of_loss += output_matrices(run.first_pass())
+            seen = run.observed_first_pass()
         except Exception as error:  # the run raises the same error at its first step
             problem = f"{hook} selects the pair by names and shapes: the loss of the first batch cannot be computed"
             warn(f"{problem} ({type(error).__name__}: {error}).", RunNotice, stacklevel=3)
-            seen = None
     pair = EmbeddingPair.of(run.model, hook, embedding, projection, seen)
     warn(f"{hook} uses {pair}.", RunNotice, stacklevel=3)
     return pair

@@ -11,14 +11,14 @@ from loopscope.engine import HookManager
 from loopscope.errors import LoopscopeError, RunNotice, UnsuitableError, UsageError
 from loopscope.loops import step_loop
 from loopscope.state import RandomStreams, TrainingState
-from loopscope.training import TrainingTask
+from loopscope.training import ObservedPass, TrainingTask
 from loopscope.training_hooks.clipping import (
     ClipOptions,
     EmbeddingProvenance,
     OutputProjectionClip,
     TiedGradientClipping,
 )
-from loopscope.training_hooks.clipping.tied_embeddings import EmbeddingPair, Pass, watch
+from loopscope.training_hooks.clipping.tied_embeddings import EmbeddingPair
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -322,14 +322,14 @@ def test_custom_loop_refuses_wrong_pair_at_first_pass(head: str, sentence: str) 
 
 def test_pass_records_products_nearest_to_output() -> None:
     """A scaling and log_softmax after the head and an unrelated penalty do not hide the head."""
-    net, seen = model("functional"), Pass()
+    net, seen = model("functional"), ObservedPass()
     net.scale = nn.Parameter(torch.ones(1, 1).double())
     plain = net.forward
     net.forward = lambda tokens: {
         "logits": (plain(tokens) * net.scale).log_softmax(-1),
         "penalty": net.up.weight.square().sum(),
     }
-    with watch(net, seen):
+    with seen.observe(net):
         net(first_batch()[0])
     net(first_batch()[0])
     assert [matrix is net.wte.weight for matrix in seen.of_output] == [True]
