@@ -13,7 +13,7 @@ from ..report import inspect_run
 from ..runs import EXPLANATION, REWINDS, DivergedError, Stretch
 from .departures import HISTORY, MOST_TESTED_STEPS, WINDOW, Departure, History, departures, read_history
 from .rows import Describe, ExplainedRow, measured_rows
-from .verdict import Harm, Verdict, harms, is_damaged_before, verdict
+from .verdict import Harm, Verdict, harms, is_damaged_before, precision_verdict, verdict
 
 HISTORY_HOOK, BRANCHES_HOOK = "step_history", "what_if"
 WATCHED = {
@@ -135,7 +135,8 @@ def _judge(
     at_step, usual = _run_values(history, where)
     found_harms = harms(branch_values, at_step, usual, WATCHED.get(where.quantity, "").format(where.name))
     if is_damaged_before(branch_values, usual):
-        result = Verdict(
+        # A wider precision that repairs the step also repairs the losses before it.
+        result = precision_verdict(branch_values, found_harms) or Verdict(
             None,
             f"Inconclusive: before step {where.step:,} the losses of fresh batches are already unusual (median "
             f"{np.median(branch_values['loss']['fresh']):.3g}), so the cause is in an earlier step.",

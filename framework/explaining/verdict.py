@@ -43,6 +43,8 @@ class Verdict:
 class Harm:
     """An unusually high value of the step, with its value in each branch."""
 
+    metric: str
+    """``effect``, ``loss`` or ``size``, as in the hook ``what_if``."""
     words: str
     run: float
     usual: float
@@ -133,7 +135,7 @@ def harms(
         if is_bad:
             medians = {name: float(np.median(value)) for name, value in branch_values[metric].items()}
             by_chance = (sum(not other < run for other in fresh) + 1) / (len(fresh) + 1)
-            result.append(Harm(words[metric], run, middle, medians, by_chance, spread or abs(middle) or 1.0))
+            result.append(Harm(metric, words[metric], run, middle, medians, by_chance, spread or abs(middle) or 1.0))
     return sorted(result, key=lambda harm: (harm.usual - harm.run) / harm.spread)
 
 
@@ -144,10 +146,13 @@ def verdict(branch_values: Mapping[str, Any], bad: Sequence[Harm], rows: Sequenc
             None,
             "Inconclusive: the effect of the step on the loss is within the range of fresh batches or earlier steps.",
         )
-    judges = (_fault, _not_repeated, _precision, _data, _update)
+    written = next(filter(None, (_written(branch_values, harm) for harm in bad)), None)
+    judges = (_fault, _not_repeated, _precision, *(() if written else (_data, _update)))
     verdicts = [
         verdict for harm in bad for judge in judges if (verdict := judge(branch_values, harm, rows)) is not None
     ]
+    if written is not None:
+        verdicts.append(written)
     if verdicts:
         return next((verdict for verdict in verdicts if verdict.cause is not None), verdicts[0])
     harm = bad[0]
@@ -189,6 +194,23 @@ def _precision(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]
     where = f", and {harm.value_text(layer)} with that layer alone" if layer in harm.branches else ""
     sentence = f"Precision: {harm.words} {harm.run:.3g}, {harm.value_text(name)} with everything in {name}{where}."
     return Verdict("precision", sentence)
+
+
+def precision_verdict(branch_values: Mapping[str, Any], bad: Sequence[Harm]) -> Verdict | None:
+    """Return the verdict that precision is the cause, if a wider one removes a harm."""
+    return next(filter(None, (_precision(branch_values, harm, []) for harm in bad)), None)
+
+
+def _written(branch_values: Mapping[str, Any], harm: Harm) -> Verdict | None:
+    """Judge a rise of the next losses that remains at a learning rate of 0, where the optimizer changes no weight."""
+    is_kept = "zero_rate" in harm.branches and harm.removed_share("zero_rate") < DECISIVE_SHARE
+    if not is_kept or harm.metric != "effect":
+        return None
+    return Verdict(
+        None,
+        f"Inconclusive: {harm.words} {harm.run:.3g}, and {harm.value_text('zero_rate')} at a learning rate of 0, so "
+        "something other than the rule of the optimizer changes weights in this step.",
+    )
 
 
 def _data(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:

@@ -20,6 +20,7 @@ BRANCHES = {  # descriptions of the branches
     "clipped": "gradients clipped at their usual norm",
     "half_rate": "half the learning rate",
     "usual_rate": "the usual learning rate",
+    "zero_rate": "a learning rate of 0",
     "fresh_state": "a fresh optimizer state",
     "float32": "everything in float32",
     "float64": "everything in float64",

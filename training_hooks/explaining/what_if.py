@@ -47,6 +47,7 @@ class WhatIf(DebugInterventionHook):
     * ``without_rows``: without the rows that stand out, and with repeated rows only once
     * ``clipped``: gradients clipped at ``usual_norm``
     * ``half_rate``, ``usual_rate``: all learning rates times ½, times ``usual_rate``
+    * ``zero_rate``: all learning rates 0; a harm that remains is not of the optimizer's rule
     * ``fresh_state``: with a reset optimizer
     * ``float32``, ``float64``, ``layer_in_float32``: all operations of the passes in that precision, or those of
       ``layer``; float64 is omitted if part of the step accepts only float32
@@ -153,6 +154,8 @@ class WhatIf(DebugInterventionHook):
         }
         if has_rates := not any(map(math.isnan, rates)):
             results["half_rate"] = [branches.run(batch, learning_rates=[rate / 2 for rate in rates])]
+            with suppress(ArithmeticError):  # an optimizer may divide by its learning rate
+                results["zero_rate"] = [branches.run(batch, learning_rates=[0.0 for _ in rates])]
         with suppress(RuntimeError):  # a GradScaler, for example, accepts only float32
             results["float64"] = [branches.run(batch, within=lambda: wide)]
         if outlier_places and rest:

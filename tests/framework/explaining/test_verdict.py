@@ -36,6 +36,11 @@ def judged(effects=(), sizes=None, loss=1.0, fresh=(), low_precision=0, **more):
         ({"effects": {"run": math.nan, "as_it_was": [math.nan] * 5, "float64": LOW}}, "precision"),
         ({"effects": {"element_restored": 0.0}, "element": {"fc.weight": [3, 0.1, 99.0]}}, "fault"),
         ({"fresh": [1.0] * 39, "effects": {"fresh_state": LOW}}, "optimizer state"),  # half as bad is as bad
+        ({"effects": {"zero_rate": [2.0], "fresh_state": LOW}}, None),  # the step writes to weights at any rate
+        ({"fresh": FRESH, "effects": {"zero_rate": [1.9]}}, None),
+        ({"effects": {"zero_rate": LOW, "fresh_state": LOW}}, "optimizer state"),
+        ({"effects": {"zero_rate": [2.0]}, "loss": 9.0}, None),
+        ({"effects": {"zero_rate": [math.nan], "float64": LOW}}, "precision"),
         ({"effects": {"as_it_was": [0.0, 0.1, 0.0, 0.0, -0.1]}}, "chance"),
         ({"effects": {"as_it_was": [0.0] * 5}}, None),
         ({}, None),
