@@ -148,11 +148,8 @@ def verdict(branch_values: Mapping[str, Any], bad: Sequence[Harm], rows: Sequenc
         )
     written = next(filter(None, (_written(branch_values, harm) for harm in bad)), None)
     judges = (_fault, _not_repeated, _precision, *(() if written else (_data, _update)))
-    verdicts = [
-        verdict for harm in bad for judge in judges if (verdict := judge(branch_values, harm, rows)) is not None
-    ]
-    if written is not None:
-        verdicts.append(written)
+    judged: list[Verdict | None] = [judge(branch_values, harm, rows) for harm in bad for judge in judges]
+    verdicts = [found for found in (*judged, written) if found is not None]
     if verdicts:
         return next((verdict for verdict in verdicts if verdict.cause is not None), verdicts[0])
     harm = bad[0]

@@ -248,13 +248,20 @@ def step_tensors(values: Iterable[Any]) -> tuple[Tensor, ...]:
             items = value.values() if kind is dict else value
             if _PLAIN.issuperset(map(type, items)):
                 tensors += items
-            elif not ATOMS.issuperset(map(type, items)):
+            elif not all(map(_holds_no_tensor, items)):
                 tensors += tensors_of(value)
         elif kind in _PLAIN:
             tensors.append(value)
         elif not isinstance(value, Transient):
             tensors += tensors_of(value)
     return tuple(tensors)
+
+
+def _holds_no_tensor(value: Any) -> bool:
+    """Return whether a value is plain, or a tuple of plain values such as a :class:`.BackwardPass`."""
+    if isinstance(value, tuple):
+        return ATOMS.issuperset(map(type, value)) or all(map(_holds_no_tensor, value))
+    return type(value) in ATOMS
 
 
 def _contents_of_each(contents: Sequence[Any], kinds: Sequence[type] | None) -> Sequence[Any]:
