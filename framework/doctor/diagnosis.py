@@ -8,6 +8,9 @@ from .detector import Detector, DetectorRegistry
 from .findings import Diagnosis, Finding, ranked
 from .history import History
 
+FAILED = " cannot run: "
+"""Part of the reason of a hook that was left out because it failed, and not because it does not suit the training."""
+
 
 def diagnose(history: History) -> Diagnosis:
     """Return the findings of all registered detectors about a history, most important first.
@@ -35,10 +38,12 @@ def _findings_of(detector: Detector, history: History) -> Iterable[Finding]:
 
 
 def _missing(history: History) -> list[str]:
-    """Return a sentence about hooks that detectors need and the run did not have."""
+    """Return sentences about hooks that detectors need and the run did not have, or that failed in it."""
     needed = {name for detector in all_detectors() for name in detector.needs}
     recorded = {name.partition("/")[0] for name in history.curves} | set(history.hooks)
-    absent = sorted(needed - recorded)
-    if not absent:
-        return []
-    return [f"The record has no {listed(absent)}; run with the group 'health' of hooks for a complete diagnosis."]
+    failed = [reason for name, reason in history.left_out.items() if name in needed and FAILED in reason]
+    sentences = [f"The diagnosis is incomplete: {reason.rstrip('.')}." for reason in failed]
+    if absent := sorted(needed - recorded):
+        advice = "run with the group 'health' of hooks for a complete diagnosis"
+        sentences.append(f"The record has no {listed(absent)}; {advice}.")
+    return sentences

@@ -137,6 +137,8 @@ class History:
     """Planned steps of the run; ``None`` if unknown."""
     hooks: Sequence[str] = ()
     """Names of the requested hooks, with those that were left out because they do not suit the training."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """The reasons of hooks that were left out, by their names."""
     status: str = "running"
     """The status of the run: running, completed, incomplete, failed or interrupted."""
     step: int = 0

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from ..errors import RunNotice, warn
+from ..hooks import BackwardPass
 from ..state import LoopState
 from ..tensors import groups_of, local_shards, over_shards
 from ..training import TrainingTask
@@ -16,7 +18,7 @@ class BackwardRecorder:
     def __init__(self, task: TrainingTask, hooks: HookSet) -> None:
         self._task = task
         self._hooks = hooks
-        self._is_due = False
+        self._is_due = self._has_warned = False
         self._parameters: dict[str, nn.Parameter] = {}
         self.is_needed = hooks.listeners.any_has("needs_loss_graph")
         """Whether any hook needs the descriptions."""
@@ -32,15 +34,26 @@ class BackwardRecorder:
         """Append the description of the pass that starts next; the trainer divides the loss by ``divisor`` itself."""
         if not self._is_due:
             return
+        described = self._described(loss, is_scaled=is_scaled)
         try:
             leftover = () if loop.backward_passes else leftover_gradients(self._parameters)
-            described = describe_loss(loss, is_scaled=is_scaled)
         except Exception as error:
             self._hooks.leave_out_needing("needs_loss_graph", error)
             self._is_due, loop.backward_passes = False, ()
             return
         record = described._replace(divisor=described.divisor * divisor, leftover_gradients=leftover)
         loop.backward_passes = (*loop.backward_passes, record)
+
+    def _described(self, loss: Tensor, *, is_scaled: bool) -> BackwardPass:
+        """Return the description of a loss, without facts if its graph cannot be read: other checks do not need it."""
+        try:
+            return describe_loss(loss, is_scaled=is_scaled)
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                reason = f"{type(error).__name__}: {error}"
+                warn(f"The graph of the loss cannot be read ({reason}), so checks of it are left out.", RunNotice)
+            return BackwardPass()
 
 
 @torch.no_grad()

@@ -155,7 +155,7 @@ class HookFailures:
         """Add the failures from before the interruption, and return the names of all dropped hooks."""
         errors, left_out = self.earlier
         left_out = {name: reason for name, reason in left_out.items() if name not in self.required}
-        self.left_out = {**left_out, **self.left_out}
+        self.left_out |= {name: reason for name, reason in left_out.items() if name not in self.left_out}
         if self.on_error == "skip":
             self.errors[:] = map(dict, errors)
         return {*left_out, *(error["hook"] for error in self.errors)}

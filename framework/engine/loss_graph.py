@@ -225,14 +225,16 @@ def _class_count(nodes: list[Any], names: list[str]) -> int:
     is_cross_entropy = any(name in ("NllLoss", "NllLoss2D", "Neg", "Gather") for name in names[:position])
     if not shape or not is_cross_entropy:
         return 0
-    dimension = _signed(getattr(nodes[position], "_saved_dim", None))
+    if not {"NllLoss", "NllLoss2D"} & {*names[:position]} and len(shape) == 2 and shape[0] == shape[1]:
+        return 0  # the similarities of all pairs of rows, not classes
+    dimension = _saved_integer(nodes[position], "dim")
     return shape[dimension] if dimension is not None and -len(shape) <= dimension < len(shape) else 0
 
 
 def _ignore_index(nodes: list[Any], names: list[str]) -> int:
     """Return the target that the loss function leaves out, −100 if it is unknown."""
     positions = [index for index, name in enumerate(names) if name in ("NllLoss", "NllLoss2D")]
-    index = _signed(getattr(nodes[positions[0]], "_saved_ignore_index", None)) if positions else None
+    index = _saved_integer(nodes[positions[0]], "ignore_index") if positions else None
     return -100 if index is None else index
 
 
@@ -251,9 +253,12 @@ def _target_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
     }
 
 
-def _signed(number: int | None) -> int | None:
-    """Return an integer of a node, which reads negative numbers as unsigned ones of 64 bits."""
-    return number - 2**64 if number is not None and number >= 2**63 else number
+def _saved_integer(node: Any, argument: str) -> int | None:
+    """Return a saved integer; ``None`` if a node has none, or several, as sums over several dimensions do."""
+    number = getattr(node, f"_saved_{argument}", None)
+    if not isinstance(number, int):
+        return None
+    return number - 2**64 if number >= 2**63 else number  # nodes read negative numbers as unsigned ones of 64 bits
 
 
 def _is_doubly_normalised(names: list[str]) -> bool:
@@ -301,9 +306,9 @@ def _is_normalised_over_rows(nodes: list[Any], names: list[str]) -> bool:
     Square matrices are left out, since losses of pairs normalise both ways.
     """
     for position, (node, name) in enumerate(zip(nodes, names, strict=True)):
-        shape, dimension = _output(node)[0], _signed(getattr(node, "_saved_dim", None))
+        shape = _output(node)[0]
         is_tall = len(shape) == 2 and shape[0] != shape[1] and min(shape) > 1
-        if name == "LogSoftmax" and is_tall and dimension in (0, -2):
+        if name == "LogSoftmax" and is_tall and _saved_integer(node, "dim") in (0, -2):
             return any(outer in ("NllLoss", "Gather", "Index") for outer in names[:position])
     return False
 

@@ -187,6 +187,18 @@ def read_status(folder: Path) -> str | None:
     return str(checked_fields(read_json(path), {"status": str}, path)["status"]) if path_exists(path) else None
 
 
+def read_left_out(folder: Path) -> dict[str, str]:
+    """Return the reasons of the hooks that the run in ``folder`` left out, by name; empty without a summary.
+
+    Raises:
+        UsageError: for a summary that cannot be read.
+    """
+    path = folder / SUMMARY
+    content = read_json(path) if path_exists(path) else {}
+    left_out = content.get("hooks_left_out") if isinstance(content, Mapping) else None
+    return {str(name): str(reason) for name, reason in left_out.items()} if isinstance(left_out, Mapping) else {}
+
+
 def read_outcome(folder: Path) -> Mapping[str, Any] | None:
     """Return status, number of steps and seconds of the run in ``folder``, or ``None`` if it has no summary."""
     path, hints = folder / SUMMARY, {"status": str, "steps": int, "seconds": Mapping[str, float]}

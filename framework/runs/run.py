@@ -151,6 +151,7 @@ class Run:
         history.facts = self.record.facts
         history.settings = self.record.training or self.record.config
         history.hooks = [*self.record.hooks]
+        history.left_out = self.manager.hooks.failures.left_out  # which grows during the run
         history.status = "running"
         self.manager.dispatch.include(self.diagnosis)
 

@@ -10,7 +10,7 @@ from ..doctor import History
 from ..durable_files import path_exists
 from ..errors import UsageError
 from ..hooks import ALERTS, alert_fields
-from .records import RunRecord, read_status
+from .records import RunRecord, read_left_out, read_status
 from .replay import Record, forward_emits, record_of
 
 
@@ -47,6 +47,7 @@ def history_without_metrics(folder: Path, run: RunRecord) -> History:
     history = History(run.facts, run.training or run.config, run.facts.get("planned_steps"), [*run.hooks])
     with suppress(UsageError):  # a summary that cannot be read
         history.status = read_status(folder) or "running"
+        history.left_out = read_left_out(folder)
     return history
 
 

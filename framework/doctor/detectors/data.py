@@ -7,7 +7,7 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from .levels import CHECKS, FEW_CLASSES, classes_of_batches, is_sorted_by_class, median_of
+from .levels import CHECKS, FEW_CLASSES, classes_of_batches, falls_short, is_sorted_by_class, median_of
 from .losses import TrainValidationDiverging
 
 
@@ -83,7 +83,7 @@ class SortedByClass(Detector):
         curve = history.curve(f"{CHECKS}/single_class_batch_fraction")
         rows = history.settings.get("batch_size") or 0
         classes = history.last(f"{CHECKS}/class_count")
-        if curve.last_step < 3 or rows < 8 or not classes > 1:
+        if curve.last_step < 3 or rows < 8 or not classes > 1 or history.last(f"{CHECKS}/normalised_over_rows") > 0:
             return
         if curve.last > self.limit("share"):
             problem = (
@@ -165,6 +165,49 @@ class InputsNotNormalised(Detector):
             "Subtract the mean and divide by the standard deviation of the training set.",
             Evidence(f"{CHECKS}/{metric}", value, limit, "mean 0, standard deviation 1"),
             confidence=0.85,
+        )
+
+
+@DetectorRegistry.register
+class InputsConstant(Detector):
+    """Finds inputs that are the same number everywhere."""
+
+    name = "inputs-constant"
+    symptom = "The loss does not fall, and gradients of the first layer are 0"
+    cause = (
+        "All inputs are one number: pixels divided as integers, a mask that removes everything, a wrong column, or "
+        "data that were never loaded. Print a few rows."
+    )
+    source = "Karpathy, A Recipe for Training Neural Networks (2019): look at the data right before the model"
+    applies_to = "floating-point inputs"
+    thresholds = {"fall": Threshold(0.5, "of the first loss; a model that needs no inputs learns more")}
+    needs = (CHECKS,)
+    explains = frozenset(
+        {
+            "dead-units",
+            "parameters-without-gradient",
+            "vanishing-gradients",
+            "no-better-than-uniform",
+            "loss-not-falling",
+            "learning-rate-too-low",
+            "rows-repeated",
+            "layers-stop-learning",
+            "optimizer-without-effect",
+        }
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if all checked inputs have the deviation 0 and the loss hardly falls."""
+        deviation, mean = history.curve(f"{CHECKS}/input_std"), history.curve(f"{CHECKS}/input_mean")
+        if len(deviation) < 2 or deviation.values.any() or not falls_short(history, self.limit("fall")):
+            return
+        yield self.finding(
+            "critical",
+            deviation.first_step,
+            f"All values of the inputs are {mean.first:.3g}, in every checked batch: the model sees no data.",
+            "Print a few rows right before the model; look for an integer division, a wrong column or a mask.",
+            Evidence(f"{CHECKS}/input_std", deviation.last, 0.0, "1"),
+            confidence=0.97,
         )
 
 

@@ -1,6 +1,7 @@
 """Detectors of gradients that are missing, left over, vanishing or exploding."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -236,6 +237,10 @@ class VanishingGradients(Detector):
             )
 
 
+RARE = 0.05
+"""Share of the steps up to which extreme gradients are the fault of single rows rather than of the model."""
+
+
 @DetectorRegistry.register
 class ExplodingGradients(Detector):
     """Finds gradients that grow without bound, or in single steps by orders of magnitude."""
@@ -298,13 +303,18 @@ class ExplodingGradients(Detector):
         # Gradients fall with the loss, so the median alone would make the first steps of a good training spikes.
         is_spike = (norms.values > max(usual, 1e-12) * self.limit("spike")) & (norms.values > 10 * first)
         if is_spike.sum() >= 2 and not history.facts.get("scaler"):  # a scaler skips steps that overflow
-            yield self._finding(
+            spikes = norms.steps[is_spike].tolist()
+            are_rare = len(spikes) <= RARE * len(values)
+            found = self._finding(
                 norms.first_step_where(is_spike) or 0,
-                f"In {int(is_spike.sum())} steps the gradient norm was more than {self.limit('spike'):.0f} times its "
-                f"median of {usual:.3g}.",
+                f"In {len(spikes)} steps the gradient norm was more than {self.limit('spike'):.0f} times its median of "
+                f"{usual:.3g}{', and ordinary in all others: a row of the data may be unlike the others' * are_rare}.",
                 float(np.nanmax(values)),
                 usual * self.limit("spike"),
             )
+            steps = listed(list(map(str, spikes)), 4)
+            rows = f"Look at the rows of the batches of steps {steps}; remove those that are wrong, or clip gradients."
+            yield replace(found, next=rows) if are_rare else found
 
     def _is_huge_at_once(self, history: History) -> bool:
         norm, loss = gradient_norms(history).first, history.loss.first

@@ -8,7 +8,16 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
-from .levels import gradient_norms, is_sorted_by_class, loss_fall, median_of, start_level, uniform_loss, update_ratios
+from .levels import (
+    end_level,
+    gradient_norms,
+    is_sorted_by_class,
+    loss_fall,
+    median_of,
+    start_level,
+    uniform_loss,
+    update_ratios,
+)
 
 LR = "training_metrics/lr"
 LARGE_GROWTH = 2.5
@@ -124,11 +133,19 @@ def _early_harm(history: History, is_large: bool) -> str:
     lowest = median_of(np.sort(loss.values)[: max(3, len(loss) // 10)])
     if len(loss) >= 20 and lowest > 0.95 * loss.first:
         return ", and the loss does not fall"
+    if len(loss) >= 100 and lowest > 0.93 * uniform_loss(history) and _has_dead_layers(history):
+        return ", units died, and the loss stays at that of equal probabilities"
     weights = history.curve("parameter_norms/total_weight_norm")
     growth = weights.at(60) / weights.first if len(weights) > 1 and weights.first > 0 else 1.0
     if growth > LARGE_GROWTH and lowest > 0.7 * loss.first:
         return f", and the weights grew {growth:.1f}-fold within {int(min(weights.last_step, 60))} steps"
     return ""
+
+
+def _has_dead_layers(history: History) -> bool:
+    """Return whether half of the units of a layer are dead at the end."""
+    families = (history.family(name) for name in ("activations/dead_fraction", "training_checks/dead_units"))
+    return any(curve.last > 0.5 for family in families for curve in family.values())
 
 
 @DetectorRegistry.register
@@ -327,14 +344,19 @@ class ScheduleEndsEarly(Detector):
         seen = (history.step - step) / total
         if remaining < self.limit("share") or seen < 0.05:
             return
-        scheduler = history.settings.get("scheduler") or "the scheduler"
+        scheduler = str(history.settings.get("scheduler") or "the scheduler")
+        if "Plateau" in scheduler:
+            reason = f"{scheduler} has cut it again and again, though its metric may have improved."
+            remedy = "Check its mode, 'min' for a loss and 'max' for an accuracy, its patience and the metric it gets."
+        else:
+            reason = f"{scheduler} is probably stepped per batch but was set up for epochs."
+            remedy = "Call scheduler.step() once per epoch, or give the scheduler the number of batches."
         yield self.finding(
             "warning",
             step,
             f"The learning rate has fallen below 0.5 % of its peak of {peak:.3g} at step {step:,}, with "
-            f"{remaining:.0%} of the {total:,} steps left: {scheduler} is probably stepped per batch but was set up "
-            "for epochs.",
-            "Call scheduler.step() once per epoch, or give the scheduler the number of batches.",
+            f"{remaining:.0%} of the {total:,} steps left: {reason}",
+            remedy,
             Evidence(LR, curve.last, self.limit("level") * peak, "1 to 10 % of the peak at the end"),
             confidence=0.9,
         )
@@ -392,15 +414,28 @@ class LearningRateJump(Detector):
 
     name = "learning-rate-jump"
     symptom = "The loss spikes in the middle of a training"
-    cause = "The learning rate rose suddenly, and the loss with it. Check the schedule around this step."
+    cause = (
+        "The learning rate rose, suddenly or without end, and the loss with it. Check the schedule around this step."
+    )
     source = "Loshchilov and Hutter, arXiv 1608.03983, for restarts, which raise the loss for a while"
     thresholds = {
         "factor": Threshold(5.0, "warm-ups rise more slowly from step to step"),
         "rise": Threshold(1.5, "the loss after the jump over that before; restarts raise it less or recover"),
+        "growth": Threshold(20.0, "highest over first learning rate, if it is highest at the end; warm-ups end early"),
     }
     needs = ("training_metrics", "training_checks")
     explains = frozenset(
-        {"loss-spike", "exploding-gradients", "gradient-jump", "loss-rising", "nonfinite", "dead-units"}
+        {
+            "loss-spike",
+            "exploding-gradients",
+            "gradient-jump",
+            "loss-rising",
+            "nonfinite",
+            "dead-units",
+            "activations-grow",
+            "loss-not-falling",
+            "no-better-than-uniform",
+        }
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -430,6 +465,31 @@ class LearningRateJump(Detector):
                     confidence=0.85,
                 )
                 return
+        yield from self._growth(history, curve)
+
+    def _growth(self, history: History, curve: Curve) -> Iterable[Finding]:
+        """Yield a finding if the learning rate grows until the end, and the loss is far above its lowest level."""
+        values, losses = curve.values, history.loss.values
+        highest, count = float(np.nanmax(values)), max(5, len(losses) // 20)
+        ends_high = curve.last >= 0.5 * highest and highest > self.limit("growth") * values[0] > 0
+        if len(losses) < 60 or not ends_high:
+            return
+        levels = [median_of(losses[start : start + count]) for start in range(0, len(losses) - count + 1, count)]
+        best = int(np.nanargmin(levels))
+        last = end_level(history.loss)
+        lowest_at = int(history.loss.steps[best * count])
+        at_lowest = curve.at(lowest_at)
+        if best >= len(levels) - 2 or not last > self.limit("rise") * levels[best] or not curve.last > 3 * at_lowest:
+            return
+        yield self.finding(
+            "warning",
+            lowest_at,
+            f"The learning rate grows from {values[0]:.3g} to {highest:.3g}, and the loss rises with it, from "
+            f"{levels[best]:.3g} around step {lowest_at:,}, at a learning rate of {at_lowest:.3g}, to {last:.3g}.",
+            "Check the schedule: a warm-up has to end, and its factor multiplies the initial learning rate.",
+            Evidence(LR, highest, self.limit("growth") * float(values[0]), "falls after a short warm-up"),
+            confidence=0.9,
+        )
 
 
 @DetectorRegistry.register

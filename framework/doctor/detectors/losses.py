@@ -1,6 +1,8 @@
 """Detectors of the loss: its formula, its start, its course, and its validation."""
 
 import math
+import operator
+import re
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -291,6 +293,10 @@ class AccumulationNotAveraged(Detector):
         )
 
 
+LEAST_SCALE = 256
+"""Factor of a loss scaler from which on its loss is not mistaken for a high one."""
+
+
 @DetectorRegistry.register
 class InitialLossHigh(Detector):
     """Finds a first loss far above that of equal probabilities."""
@@ -304,7 +310,11 @@ class InitialLossHigh(Detector):
     )
     source = "Karpathy, A Recipe for Training Neural Networks (2019): verify the loss at initialisation"
     applies_to = "cross-entropy, at the first step; a remark if a part of the model is frozen, as in fine-tuning"
-    thresholds = {"factor": Threshold(3.0, "usual initialisations give 1.0 to 1.5 times ln(C)")}
+    thresholds = {
+        "factor": Threshold(
+            3.5, "usual initialisations give 1.0 to 1.5 times ln(C), new heads on other features up to 3.4"
+        )
+    }
     needs = (CHECKS,)
     explains = frozenset({"exploding-gradients", "learning-rate-too-high"})
 
@@ -316,6 +326,8 @@ class InitialLossHigh(Detector):
         uniform, first = uniform_loss(history), history.loss.first / parts
         if not first > max(self.limit("factor") * uniform, uniform + 2) or history.loss.first_step > 1:
             return
+        if history.facts.get("scaler") and first > LEAST_SCALE * uniform:
+            return  # the loss times the factor of a loss scaler
         is_pretrained = bool(history.facts.get("frozen_modules"))  # and its logits may be large for other data
         when = (
             "for a model that was trained before, other data may be the reason"
@@ -471,12 +483,23 @@ class NoBetterThanUniform(Detector):
         lowest = median_of(np.sort(loss.values)[: max(5, len(loss) // 10)])
         if is_warming_up(history) or not (lowest > self.limit("share") * uniform and last < 1.5 * uniform):
             return
+        frozen = max((history.facts.get("frozen_modules") or {}).items(), key=operator.itemgetter(1), default=None)
+        if frozen is None:
+            reason = "the labels may not belong to their inputs"
+            remedy = (
+                "Print a few rows with their labels; try to overfit a single batch, which must bring the loss near 0."
+            )
+        else:
+            reason = (
+                f"{frozen[0]}, {frozen[1]:.0%} of the parameters, is frozen, and useless unless it was trained before"
+            )
+            remedy = f"Load trained weights of {frozen[0]}, or set requires_grad=True for its parameters."
         yield self.finding(
             "warning",
             100,
             f"Suspicious: after {loss.last_step:,} steps the loss is {last:.3g}, and equal probabilities give ln(C) = "
-            f"{uniform:.3g}. The model has learned nothing; the labels may not belong to their inputs.",
-            "Print a few rows with their labels; try to overfit a single batch, which must bring the loss near 0.",
+            f"{uniform:.3g}. The model has learned nothing; {reason}.",
+            remedy,
             Evidence(f"{CHECKS}/loss", last, self.limit("share") * uniform, f"far below {uniform:.3g}"),
             confidence=0.5,
         )
@@ -560,6 +583,92 @@ class LossSpike(Detector):
         )
 
 
+@DetectorRegistry.register
+class LossUnbounded(Detector):
+    """Finds a loss that falls below zero ever faster."""
+
+    name = "loss-unbounded"
+    symptom = "The loss becomes negative and falls ever faster"
+    cause = (
+        "The loss has no lower bound, and the training only makes it larger in size: a term with the wrong sign, a "
+        "distance that should be limited by a margin, or a likelihood whose variance may shrink to 0."
+    )
+    source = "a loss that trains a model has a minimum"
+    thresholds = {
+        "size": Threshold(30.0, "times the first loss; likelihoods of continuous data become less negative"),
+        "speed": Threshold(1.2, "fall in the last third over that in the second; trainings slow down"),
+    }
+    needs = (CHECKS,)
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the last third of the losses falls faster than the second, far below zero."""
+        loss = history.loss
+        third = len(loss) // 3
+        if third < 30:
+            return
+        width = max(5, third // 5)
+        first = start_level(loss)
+        middle, late, last = (median_of(loss.values[end - width : end]) for end in (third, 2 * third, len(loss)))
+        is_large = last < -self.limit("size") * max(1.0, abs(first))
+        if not (is_large and last < late < middle and late - last > self.limit("speed") * (middle - late)):
+            return
+        yield self.finding(
+            "warning",
+            int(loss.steps[third]),
+            f"The loss falls ever faster below zero, from {first:.3g} to {last:.3g}: it has no lower bound.",
+            "Check the signs of its terms, and limit distances by a margin and variances from below.",
+            Evidence(f"{CHECKS}/loss", last, -self.limit("size") * max(1.0, abs(first)), "approaches a minimum"),
+            confidence=0.8,
+        )
+
+
+SCORES = frozenset({"acc", "accuracy", "f1", "iou", "miou", "dice", "recall", "precision", "bleu", "jaccard"})
+"""Names of scores between 0 and 1 of which higher is better."""
+
+
+@DetectorRegistry.register
+class ScoreStaysZero(Detector):
+    """Finds a score that is exactly 0 in every evaluation although the loss falls."""
+
+    name = "score-stays-zero"
+    symptom = "The loss falls, but a score is 0 in every evaluation"
+    cause = (
+        "The model predicts only the most frequent class, such as the background, whose rows dominate the loss, or the "
+        "score compares something else than predictions and targets. Weight the classes, use a loss such as Dice or "
+        "focal, and check the score on a batch by hand."
+    )
+    source = "Lin et al., arXiv 1708.02002, focal loss for frequent backgrounds"
+    applies_to = "evaluations with a score such as iou, dice, f1, recall or accuracy in its name"
+    thresholds = {
+        "evaluations": Threshold(5, "scores of hard tasks are 0 in the first ones"),
+        "fall": Threshold(0.5, "of the first loss"),
+    }
+    needs = ("training_metrics",)
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if a named score was 0 in all evaluations."""
+        if not loss_fall(history) > self.limit("fall"):
+            return
+        for metric, curve in history.curves.items():
+            hook, _, name = metric.partition("/")
+            is_score = bool(SCORES & {*re.split(r"[/_\W]+", name.lower())})
+            enough = len(curve) >= self.limit("evaluations")
+            if hook != "training_metrics" or not is_score or not enough or curve.values.any():
+                continue
+            shown = name.removeprefix("evaluation/")
+            yield self.finding(
+                "warning",
+                curve.first_step,
+                f"Suspicious: {shown} is 0 in all {len(curve)} evaluations, although the loss falls to "
+                f"{end_level(history.loss):.3g}: the model may predict only the most frequent class.",
+                "Print predictions and targets of a batch; weight rare classes, or use a Dice or focal loss.",
+                Evidence(metric, 0.0, None, "above 0"),
+                Evidence(f"{CHECKS}/loss", end_level(history.loss)),
+                confidence=0.7,
+            )
+            return
+
+
 def validation_loss(history: History) -> tuple[str, Curve]:
     """Return the name and the curve of a validation loss; an empty curve if there is none."""
     prefix = "training_metrics/evaluation/"
@@ -593,6 +702,8 @@ class TrainValidationDiverging(Detector):
         "gap": Threshold(0.25, "train accuracy minus validation accuracy once the training set is learned"),
         "chance": Threshold(0.97, "of ln(C), which every validation loss exceeds if labels belong to no input"),
         "learned": Threshold(0.85, "of ln(C), which the training loss is below in the same case"),
+        "unmoved": Threshold(0.9, "of the first validation loss; a model that learns is below it once"),
+        "trained": Threshold(0.6, "share by which the training loss has fallen in the same case"),
     }
     needs = ("training_metrics",)
 
@@ -659,6 +770,21 @@ class TrainValidationDiverging(Detector):
                 confidence=0.6,
             )
             return
+        if self._is_unmoved(history, validation):
+            trained = end_level(history.loss)
+            yield self.finding(
+                "warning",
+                validation.first_step,
+                f"Suspicious: the validation loss hardly changes, from {validation.first:.3g} to "
+                f"{validation.last:.3g}, while the training loss falls from {start_level(history.loss):.3g} to "
+                f"{trained:.3g}: the weights that are evaluated may not be those that are trained.",
+                "Evaluate the trained model itself; if you evaluate averaged weights or a copy, check their decay and "
+                "when they are updated.",
+                Evidence(name, validation.last, self.limit("unmoved") * validation.first, "falls with the training"),
+                Evidence(f"{CHECKS}/loss", trained),
+                confidence=0.6,
+            )
+            return
         train, held_out = history.curve("training_metrics/train_acc"), history.curve("training_metrics/val_acc")
         gap = train.last - held_out.last
         learned = held_out.values[train.values > 0.95] if len(train) == len(held_out) else held_out.values
@@ -679,6 +805,15 @@ class TrainValidationDiverging(Detector):
             return False
         accuracy = history.last("training_metrics/val_acc")
         return end_level(history.loss) < self.limit("learned") * uniform and not accuracy > 2 * math.exp(-uniform)
+
+    def _is_unmoved(self, history: History, validation: Curve) -> bool:
+        """Return whether the validation loss stays near the first training loss, far above the later ones."""
+        values, first = validation.values, start_level(history.loss)
+        if len(values) < 5 or not first > 0 or not loss_fall(history) > self.limit("trained"):
+            return False
+        lowest, highest = float(values.min()), float(values.max())
+        is_near_start = 0.5 * first < values[0] < 2 * first
+        return bool(is_near_start and lowest > self.limit("unmoved") * values[0] and highest < 1.2 * values[0])
 
     def _generalises(self, history: History, best_step: int) -> bool:
         """Return whether the validation accuracy still rises, or is not far below that of the training."""

@@ -1,12 +1,27 @@
 """Detectors of modules in the wrong mode."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
 from .levels import CHECKS
 from .parameters import names_text
+
+UNNORMALISED = frozenset(
+    {
+        "learning-rate-too-high",
+        "dead-units",
+        "activations-grow",
+        "exploding-gradients",
+        "no-better-than-uniform",
+        "loss-not-falling",
+        "nonfinite",
+        "warm-up-missing",
+    }
+)
+"""Consequences of activations that no batch normalisation limits."""
 
 
 @DetectorRegistry.register
@@ -33,7 +48,7 @@ class EvalModeInTraining(Detector):
             layers.append(f"{history.facts['dropouts']} dropout layers are inactive")
         if history.facts.get("batchnorms"):
             layers.append(f"{history.facts['batchnorms']} batch normalisations keep their statistics")
-        yield self.finding(
+        finding = self.finding(
             "warning" if layers else "info",
             curve.first_step_where(curve.values > 0) or 1,
             f"The model is in eval mode in its training steps{': ' + ' and '.join(layers) if layers else ''}.",
@@ -41,6 +56,8 @@ class EvalModeInTraining(Detector):
             Evidence(f"{CHECKS}/model_in_eval", 1, 0, "0"),
             confidence=0.9,
         )
+        # Without the statistics of the batch, the layers behind a batch normalisation get values of any size.
+        yield replace(finding, explains=self.explains | UNNORMALISED) if history.facts.get("batchnorms") else finding
 
 
 @DetectorRegistry.register

@@ -241,3 +241,107 @@ def test_zero_before_a_peak_divides_nothing() -> None:
     history.add(400, {"training_metrics/lr": Series(list(range(1, 401)), rates)})
     history.status = "completed"
     assert "schedule-ends-early" in [item.id for item in diagnose(history)]
+
+
+def ids(history: History) -> list[str]:
+    return [item.id for item in diagnose(history).at_least("warning")]
+
+
+def with_losses(losses: list[float], **facts: object) -> History:
+    """Return a history with these losses of the first steps, and the loss of equal probabilities over ten classes."""
+    history = healthy_history()
+    history.curves.pop("training_checks/loss")
+    history.facts = {**history.facts, **facts}
+    history.add(len(losses), {"training_checks/loss": Series(list(range(1, len(losses) + 1)), losses)})
+    history.status = "completed"
+    return history
+
+
+@pytest.mark.parametrize(("deviation", "last", "expected"), [(0.0, 2.3, True), (1.0, 2.3, False), (0.0, 0.1, False)])
+def test_constant_inputs_come_before_their_consequences(deviation: float, last: float, expected: bool) -> None:
+    """A model that learns without inputs is no fault."""
+    history = with_losses([*np.linspace(2.31, last, 200)])
+    for metric, value in (("input_std", deviation), ("input_mean", 0.0), ("dead_units_max", 1.0)):
+        history.add(51, {f"training_checks/{metric}": Series([1, 2, 51], [value] * 3)})
+    history.add(51, {"training_checks/dead_units/stem.weight": Series([1, 2, 51], [1.0] * 3)})
+    assert (ids(history)[:1] == ["inputs-constant"]) is expected
+
+
+@pytest.mark.parametrize(("growth", "is_found"), [(1.9, True), (1.1, False)])
+def test_rate_that_grows_without_end_is_found(growth: float, is_found: bool) -> None:
+    """The loss rises once the rate is large; a rate that only doubles is no fault."""
+    losses = [*np.linspace(2.3, 0.1, 100), *np.linspace(0.1, 2.3, 100)]
+    history = with_losses(losses)
+    history.curves.pop("training_checks/lr")
+    rates = [1e-3 * growth ** (step // 20) for step in range(200)]
+    history.add(200, {"training_metrics/lr": Series(list(range(1, 201)), rates)})
+    assert ("learning-rate-jump" in ids(history)) is is_found
+
+
+@pytest.mark.parametrize(("power", "is_found"), [(2.0, True), (0.5, False)])
+def test_loss_that_falls_ever_faster_is_unbounded(power: float, is_found: bool) -> None:
+    """Likelihoods of continuous data become negative, too, but fall ever more slowly."""
+    history = with_losses([3.0 - 4000 * (step / 200) ** power for step in range(200)])
+    assert ("loss-unbounded" in ids(history)) is is_found
+
+
+@pytest.mark.parametrize(
+    ("name", "scores", "is_found"),
+    [("val_iou", [0.0] * 6, True), ("val_iou", [0.0] * 5 + [0.1], False), ("val_errors", [0.0] * 6, False)],
+)
+def test_score_that_stays_zero_is_found(name: str, scores: list[float], is_found: bool) -> None:
+    history = healthy_history()
+    history.add(200, {f"training_metrics/evaluation/{name}": Series(list(range(10, 70, 10)), scores)})
+    assert ("score-stays-zero" in ids(history)) is is_found
+
+
+@pytest.mark.parametrize(("last", "is_found"), [(2.25, True), (1.2, False)])
+def test_validation_that_hardly_moves_is_suspicious(last: float, is_found: bool) -> None:
+    """The evaluated weights may not be those that are trained."""
+    history = healthy_history()
+    for name in ("uniform_loss", "class_count"):
+        history.curves.pop(f"training_checks/{name}")
+    values = Series([10, 50, 100, 150, 200], [*np.linspace(2.3, last, 5)])
+    history.add(200, {"training_metrics/evaluation/val_loss": values})
+    assert ("train-validation-diverging" in ids(history)) is is_found
+
+
+@pytest.mark.parametrize(("batchnorms", "first"), [(2, "model-in-eval-mode"), (0, "learning-rate-too-high")])
+def test_eval_mode_explains_rates_of_batch_normalised_models(batchnorms: int, first: str) -> None:
+    history = with_losses([2.3, *[5.0] * 199], batchnorms=batchnorms, dropouts=1)
+    history.add(3, {"training_checks/update_ratio": Series([1, 2, 3], [0.6, 0.2, 0.2])})
+    history.add(51, {"training_checks/model_in_eval": Series([1, 2, 51], [1.0] * 3)})
+    assert ids(history)[0] == first
+
+
+def test_rare_extreme_gradients_point_to_rows() -> None:
+    history = healthy_history()
+    history.curves.pop("training_checks/grad_norm")
+    norms = [1e4 if step % 50 == 49 else 1.0 for step in range(200)]
+    history.add(200, {"training_checks/grad_norm": Series(list(range(1, 201)), norms)})
+    (finding,) = [item for item in diagnose(history) if item.id == "exploding-gradients"]
+    assert finding.next.startswith("Look at the rows of the batches of steps 50, 100, 150, 200")
+
+
+def test_frozen_part_is_named_where_nothing_is_learned() -> None:
+    history = with_losses([2.3] * 200, frozen_modules={"encoder": 0.96})
+    (finding,) = [item for item in diagnose(history) if item.id == "no-better-than-uniform"]
+    assert "encoder, 96% of the parameters, is frozen" in finding.why
+
+
+def test_loss_of_a_scaler_is_no_high_loss() -> None:
+    history = with_losses([2.3 * 65536.0] * 10, scaler=True)
+    assert "initial-loss-high" not in ids(history)
+
+
+def test_hook_that_failed_is_missing_from_the_diagnosis() -> None:
+    """Hooks that do not suit the training are not missing."""
+    history = healthy_history()
+    history.left_out = {
+        "training_checks": "Hook 'training_checks' cannot run: compute failed with ValueError: no",
+        "optimizer_health": "Hook 'optimizer_health' reads second moments, and SGD has none.",
+    }
+    history.hooks = [*history.left_out, "training_metrics", "activations", "first_nonfinite", "loss_spikes"]
+    history.hooks += ["parameter_norms"]
+    (sentence,) = diagnose(history).missing
+    assert sentence == f"The diagnosis is incomplete: {history.left_out['training_checks']}."

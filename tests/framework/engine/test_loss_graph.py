@@ -53,6 +53,33 @@ LOSSES: dict[str, tuple[Callable[[], Tensor], tuple[str, float, bool, int]]] = {
     "kl": (lambda: F.kl_div(F.log_softmax(logits(), -1), torch.ones(ROWS, CLASSES)), ("mean", 1, False, 0)),
     "own": (lambda: logits().square().sum() / 2, ("sum", 2, False, 0)),
     "norm": (lambda: logits().norm(), ("", 1, False, 0)),
+    "mean of rows": (lambda: logits().square().sum(1).mean(), ("mean", 1, False, 0)),
+    "mean of means": (lambda: logits().mean((0, 1)) + 1, ("mean", 1, False, 0)),
+    "pairs": (lambda: -F.log_softmax(logits() @ logits().T, 1).diagonal().mean(), ("mean", 1, False, 0)),
+    "pairs of classes": (lambda: cross_entropy(logits() @ logits().T), ("mean", 1, False, ROWS)),
+}
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: x.sum(),
+    "sum of a dimension": lambda x: x.sum(1),
+    "sum of both": lambda x: x.sum((0, -1)),
+    "mean": lambda x: x.mean(),
+    "mean of a dimension": lambda x: x.mean(-1, keepdim=True),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "norm": lambda x: x.norm(dim=0),
+    "variance": lambda x: x.var(unbiased=False),
+    "deviation": lambda x: x.std((0,), unbiased=False),
+    "largest": lambda x: x.amax(-1),
+    "largest with index": lambda x: x.max(0).values,
+    "product": lambda x: x.prod(),
+    "cumulative": lambda x: x.cumsum(0),
+    "softmax": lambda x: x.softmax(-1),
+    "log-softmax": lambda x: x.log_softmax(0),
+    "median": lambda x: x.median(),
+    "sorted": lambda x: x.sort(-1).values,
+    "einsum": lambda x: torch.einsum("...,...->...", x, x),
+    "selected": lambda x: x.select(0, 0) if x.ndim else x,
+    "stacked": lambda x: torch.stack([x, x], -1),
+    "nan": lambda x: x.nansum(0),
 }
 
 
@@ -131,6 +158,16 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient * 2
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_every_reduction_is_described_without_error(name: str) -> None:
+    """The graph of a reduction of any other, and of its mean, is read, also where its nodes save several numbers."""
+    for inner in REDUCTIONS.values():
+        rows = inner(logits()).reshape(-1, 1)
+        reduced = REDUCTIONS[name](rows)
+        for loss in (reduced.sum(), reduced.mean(), -F.logsigmoid(reduced).mean()):
+            assert describe_loss(loss).loss_operations
 
 
 def test_unknown_operations_are_no_error() -> None:

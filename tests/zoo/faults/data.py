@@ -99,6 +99,15 @@ def pixels_from_0_to_255(recorder: Recorder) -> None:
     )
 
 
+@fault("cnn", causes.CONSTANT_INPUTS)
+def pixels_divided_as_integers(recorder: Recorder) -> None:
+    """Pixels from 0 to 254 are divided by 255 as integers, so that every input of a CNN is 0."""
+    pixels, labels = images(1280, 1).tensors
+    raw = ((pixels - pixels.min()) / (pixels.max() - pixels.min()) * 254).long()
+    rows = loader(TensorDataset((raw // 255).float(), labels))
+    cnn_training(lambda model: adam(model, lr=3e-3), batches=rows, validation=None).run(recorder)
+
+
 @fault("lstm", causes.INPUT_SCALE)
 def sequences_with_a_huge_offset(recorder: Recorder) -> None:
     """The waves are prices around 5,000, and the LSTM gets them without normalisation."""

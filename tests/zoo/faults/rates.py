@@ -117,6 +117,14 @@ def rate_spike_in_the_middle(recorder: Recorder) -> None:
     training.run(recorder)
 
 
+@fault("cnn", causes.RATE_JUMP, knowable=81)
+def rate_doubles_with_every_epoch(recorder: Recorder) -> None:
+    """The factor of a LambdaLR is above 1, so that the learning rate grows until the training falls apart."""
+    training = cnn_training(lambda model: adam(model, lr=1e-3))
+    training.scheduler, training.scheduler_every = LambdaLR(training.optimizer, lambda step: 1.03**step), "step"
+    training.run(recorder)
+
+
 @fault("mlp", causes.DECAY_TOO_LARGE)
 def adamw_decay_too_large(recorder: Recorder) -> None:
     """AdamW on a perceptron with a weight decay of 50, typed for 0.05."""
