@@ -108,9 +108,9 @@ OF_A_RANK = re.compile("gradient_overflow/histories/(activations|output_gradient
 """Remembered tensors that differ between ranks."""
 OF_OWN_ROWS = re.compile(
     "training_checks/(duplicate_row_fraction|repeated_row_fraction|target_class_count|target_top_fraction"
-    "|single_class_batch_fraction)"
+    "|single_class_batch_fraction|rows/seen)"
 )
-"""Metrics of the rows that a rank has itself."""
+"""Metrics and remembered tensors of the rows that a rank has itself."""
 SUBJECTS = CHOSEN + [
     Subject(hook.name) for hook in HookRegistry if hook.name not in {subject.name for subject in CHOSEN}
 ]
@@ -248,15 +248,21 @@ def check_weights(kind, count, of_ranks):
                 assert result["bare"][number] == run["bytes"]
 
 
+def without_own_rows(remembered: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: content for path, content in remembered.items() if not OF_OWN_ROWS.fullmatch(path)}
+
+
 def check_remembered_tensors(kind, count, of_ranks):
     """A remembered tensor has the layout of the parameter of its name, or is equal on all ranks."""
     first, *others = of_ranks(kind, count)
     alone = measured("one process")["runs"]
     for number, subjects in enumerate(runs()):
         names = {subject.name for subject in supported(subjects, kind)}
-        remembered = first["runs"][number]["remembered"] if names else {}
+        remembered = without_own_rows(first["runs"][number]["remembered"]) if names else {}
         shapes = {
-            path: shape for path, (shape, _) in alone[number]["remembered"].items() if path.split("/")[0] in names
+            path: shape
+            for path, (shape, _) in without_own_rows(alone[number]["remembered"]).items()
+            if path.split("/")[0] in names
         }
         assert {path: shape for path, (shape, _) in remembered.items()} == shapes
         differs: list[bool] = []  # two ranks may have the same largest element by chance
