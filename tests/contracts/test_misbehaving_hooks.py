@@ -183,6 +183,7 @@ def assert_no_effect_or_caught(kind: type, names: list[str], where: list[HookPoi
 @pytest.mark.guarantee("interventions-are-undone")
 @FEW
 @given(mutations, points, cases, st.booleans())
+@pytest.mark.process
 def test_no_intervention_leaves_a_trace(names, where, case, raises):
     """An intervention with any sequence of mutations, even one that raises half-way, changes no byte of the run."""
     assert_no_trace(names, where, case, raises=raises)

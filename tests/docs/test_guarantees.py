@@ -22,6 +22,7 @@ def page_of(folder: Path, *, promise: str = TEXT, test: str) -> str:
     return proofs.page(folder / "guarantees.md", folder)
 
 
+@pytest.mark.process
 def test_page_of_proofs_is_up_to_date() -> None:
     """A promise without tests, and a marker without a promise, raise an error here."""
     assert proofs.PAGE.read_text(encoding="utf-8") == proofs.page(), "docs/proofs.md is stale: run make docs"
@@ -38,6 +39,7 @@ def test_guarantees_are_read_in_three_minutes() -> None:
     assert len(proofs.GUARANTEES.read_text(encoding="utf-8").split()) < 1000
 
 
+@pytest.mark.process
 def test_every_proof_says_what_it_shows() -> None:
     assert [proof.name for proof in proofs.proofs() if not proof.sentence] == []
 

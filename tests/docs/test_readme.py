@@ -4,6 +4,8 @@ import re
 import warnings
 from pathlib import Path
 
+import pytest
+
 from tests.docs.markdown import ROOT, blocks, code, table_with
 from tests.docs.running import recipes, run_recipe
 
@@ -22,6 +24,7 @@ def masked(text: str) -> str:
     return " ".join(re.sub(r"\d+(?:\.\d+)?(?:e-?\d+)?", "0", text).split())
 
 
+@pytest.mark.process
 def test_program_of_the_readme_prints_its_sample(tmp_path: Path, monkeypatch, capsys) -> None:
     (program,) = [block.text for block in blocks(README) if block.language == "python"]
     monkeypatch.chdir(tmp_path)
@@ -41,6 +44,7 @@ def test_readme_fits_on_one_screen() -> None:
     assert len(lines) <= 75
 
 
+@pytest.mark.process
 def test_first_sample_matches_output_of_make_run(tmp_path: Path, monkeypatch, capsys) -> None:
     """Compare the columns, the second-last line and the path of the report."""
     monkeypatch.chdir(tmp_path)

@@ -25,6 +25,9 @@ DRIVER = shutil.which("chromedriver")
 FETCHED = re.compile(r"""<(?!a\b)\w+[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>""")
 
 
+pytestmark = pytest.mark.process  # the site is built in a process
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the site like `make site`: warnings about links and anchors are errors."""

@@ -92,6 +92,7 @@ def test_hooks_command_lists_every_hook(capfd) -> None:
     assert all(kind in text for kind in ("observer", "intervention", "committing", "POST_EPOCH", "Clip the"))
 
 
+@pytest.mark.process
 def test_hook_help_shows_every_metric(capfd) -> None:
     """The help of a hook shows formula, range and reading of each of its metrics."""
     for hook in HookRegistry:

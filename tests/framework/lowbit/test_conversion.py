@@ -224,6 +224,7 @@ def at_every_step(name: str) -> TrainingHook:
 
 @pytest.mark.parametrize("case", ["epoch", pytest.param("step", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.filterwarnings("ignore:Step [0-9,]+")
+@pytest.mark.process
 def test_run_with_all_hooks_matches_bare_run(case):
     """The slow row trains with every hook, the other with every second one."""
     names = [name for name in supported() if not HookRegistry.get(name).needs_reference_weights]
@@ -236,6 +237,7 @@ def test_run_with_all_hooks_matches_bare_run(case):
 
 @pytest.mark.some_rows(2)
 @both_loops
+@pytest.mark.process
 def test_draws_and_training_of_interventions_are_undone(case):
     def act(run_ctx: Any, model_ctx: Any) -> None:
         with model_ctx.branch():

@@ -179,6 +179,7 @@ def test_quantization_hooks_skip_vmapped_casts():
 @pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize("recipe", some_of([*NARROW, "fp4_metis"], 3))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.slow_rows("nvfp4", "fp8_rowwise")
 def test_exported_model_matches_original(recipe):
     """The export has the bits of the model and draws no random number."""
     model, x = stack(recipe).eval(), drawn(6, 20)

@@ -104,6 +104,7 @@ def test_thinning_keeps_ends_extremes_and_nonfinite_values(values: list[float], 
         assert is_kind(curve.values).any() == is_kind(kept_values).any()
 
 
+@pytest.mark.process
 def test_long_run_page_is_small_and_keeps_spikes(tmp_path: Path) -> None:
     """A curve of 200,000 points is thinned, and its largest value stays."""
     values = np.random.default_rng(0).normal(size=200_000)

@@ -481,6 +481,7 @@ def test_output_gradient_casts_match_bare_run():
 
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("recipe", ["nvfp4", None])
+@pytest.mark.slow_rows("nvfp4")
 def test_resumed_run_matches_uninterrupted_run(recipe, tmp_path):
     """The cumulative counts and the delayed scales continue from the checkpoint."""
 
