@@ -166,7 +166,7 @@ def train(given: Any, out: Any = None, count: int = 3, **options: Any) -> bytes:
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("kind", GIVEN)
-@pytest.mark.slow_rows("transform", "global position")
+@pytest.mark.process
 def test_hooks_read_given_data_without_traces(tmp_path, monkeypatch, kind):
     """Hooks that read the data at every step take no batch, position or random number from the training."""
     results = []

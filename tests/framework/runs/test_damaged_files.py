@@ -200,6 +200,7 @@ REST: Mapping[str, Any] = {
 @pytest.mark.guarantee("damage-is-detected")
 @settings(max_examples=6, **REST)
 @given(data=st.data())
+@pytest.mark.process
 def test_single_damage_is_reported_or_harmless(whole: Path, capfd: Any, data: Any) -> None:
     """Forty random damages to a file or folder of a run."""
     check(whole, capfd, data)

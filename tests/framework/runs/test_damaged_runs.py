@@ -312,6 +312,7 @@ def test_older_run_record_is_readable(tmp_path: Path) -> None:
 
 @settings(max_examples=15, **REST)
 @given(data=st.data(), command=st.sampled_from(TRAINING))
+@pytest.mark.process
 def test_running_commands_never_show_tracebacks(whole, capfd, data, command) -> None:
     """After any damage the run starts, or the command prints an error message."""
     check_training(whole, capfd, data, command)
