@@ -92,7 +92,7 @@ def always_on(name: str) -> list[Case]:
 
 FEW_PASSES = {
     "hessian": {"burst_length": 2},
-    "hypothesis_test": {"changes": "half_rate", "steps": 2},
+    "hypothesis_test": {"changes": "half_rate,fresh_state", "steps": 2},
     "lr_probe": {"steps": 6, "smoothing": 0.5},
     "matrix_updates": {"interval": 2},
     "optimizer_health": {"interval": 2},
