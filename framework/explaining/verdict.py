@@ -206,7 +206,7 @@ def _written(branch_values: Mapping[str, Any], harm: Harm) -> Verdict | None:
     return Verdict(
         None,
         f"Inconclusive: {harm.words} {harm.run:.3g}, and {harm.value_text('zero_rate')} at a learning rate of 0, so "
-        "something other than the rule of the optimizer changes weights in this step.",
+        "something other than the optimizer's update changes weights in this step.",
     )
 
 

@@ -590,8 +590,8 @@ class LossUnbounded(Detector):
     name = "loss-unbounded"
     symptom = "The loss becomes negative and falls ever faster"
     cause = (
-        "The loss has no lower bound, and the training only makes it larger in size: a term with the wrong sign, a "
-        "distance that should be limited by a margin, or a likelihood whose variance may shrink to 0."
+        "The loss has no lower bound, so that the training only drives it further below zero: a term with the wrong "
+        "sign, a distance that should be limited by a margin, or a likelihood whose variance may shrink to 0."
     )
     source = "a loss that trains a model has a minimum"
     thresholds = {
@@ -710,93 +710,109 @@ class TrainValidationDiverging(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the validation loss has risen by a factor, or accuracies differ widely at the end."""
         name, validation = validation_loss(history)
+        found = (
+            self._rising(history, name, validation)
+            or self._like_chance(history, name, validation)
+            or self._unmoved(history, name, validation)
+            or self._accuracies_apart(history)
+        )
+        if found is not None:
+            yield found
+
+    def _rising(self, history: History, name: str, validation: Curve) -> Finding | None:
+        """Return a finding if the validation loss rises while the training loss falls."""
         values = validation.values[np.isfinite(validation.values)]
-        if len(values) >= 3 and values.min() > 0:
-            best = int(np.argmin(values))
-            later = values[best + 1 :]
-            level = median_of(later[-3:]) if len(later) >= 2 else math.nan  # a single value may be noise
-            loss = history.loss
-            train_then, train_now = loss.at(int(validation.steps[best])), end_level(loss)
-            rise = self.limit("memorised_rise" if train_now < 0.02 * values[-1] else "rise")
-            is_rising = level > rise * values[best] and values[-1] > rise * values[best]
-            if is_rising and train_now < train_then and train_now < values[-1]:
-                accuracy = history.curve("training_metrics/val_acc")
-                then, now = accuracy.at(int(validation.steps[best])), accuracy.last
-                if now > then + self.limit("gain") and self._generalises(history, int(validation.steps[best])):
-                    yield self.finding(
-                        "info",
-                        int(validation.steps[best]),
-                        f"The validation loss rises, from {values[best]:.3g} at step {validation.steps[best]:,} to "
-                        f"{values[-1]:.3g}, while the validation accuracy rises, too, from {then:.1%} to {now:.1%}.",
-                        "Judge the model by its accuracy; if you need its probabilities, use label smoothing or weight "
-                        "decay.",
-                        Evidence("training_metrics/val_acc", now, then + self.limit("gain"), "near its maximum"),
-                        confidence=0.7,
-                    )
-                    return
-                course = (
-                    f"validation loss rises, from {values[best]:.3g} at step {validation.steps[best]:,} to "
-                    f"{values[-1]:.3g}, while the training loss falls to {train_now:.3g}"
-                )
-                evidence = (
-                    Evidence(name, float(values[-1]), rise * float(values[best]), "near its minimum"),
-                    Evidence(f"{CHECKS}/loss", train_now),
-                )
-                if values[best] > self.limit("unlike") * start_level(loss) > 0:
-                    yield self.finding(
-                        "warning",
-                        int(validation.steps[best]),
-                        f"Suspicious: the {course}. Even its best value is far above the first training loss of "
-                        f"{start_level(loss):.3g}, so the validation data may be prepared differently.",
-                        "Compare a batch of both: normalisation, preprocessing, labels, and the formula of the loss.",
-                        *evidence,
-                        confidence=0.6,
-                    )
-                    return
-                step = int(validation.steps[best])
-                yield self._finding(step, f"The {course}: the model memorises its training data.", *evidence)
-                return
-        if self._does_not_generalise(history, validation):
-            trained, uniform = end_level(history.loss), uniform_loss(history)
-            yield self.finding(
-                "warning",
-                validation.first_step,
-                f"Suspicious: the validation loss was never below that of equal probabilities, ln(C) = {uniform:.3g}, "
-                f"while the training loss has fallen to {trained:.3g}: the model does not generalise at all.",
-                "Print a few rows of both sets with their labels, which may not belong to their inputs; check that "
-                "both losses are averaged in the same way.",
-                Evidence(name, validation.last, uniform, f"below {uniform:.3g}"),
-                Evidence(f"{CHECKS}/loss", trained),
-                confidence=0.6,
+        if len(values) < 3 or not values.min() > 0:
+            return None
+        best = int(np.argmin(values))
+        step, later = int(validation.steps[best]), values[best + 1 :]
+        level = median_of(later[-3:]) if len(later) >= 2 else math.nan  # a single value may be noise
+        loss = history.loss
+        train_then, train_now = loss.at(step), end_level(loss)
+        rise = self.limit("memorised_rise" if train_now < 0.02 * values[-1] else "rise")
+        is_rising = level > rise * values[best] and values[-1] > rise * values[best]
+        if not (is_rising and train_now < train_then and train_now < values[-1]):
+            return None
+        accuracy = history.curve("training_metrics/val_acc")
+        then, now = accuracy.at(step), accuracy.last
+        if now > then + self.limit("gain") and self._generalises(history, step):
+            return self.finding(
+                "info",
+                step,
+                f"The validation loss rises, from {values[best]:.3g} at step {step:,} to {values[-1]:.3g}, while the "
+                f"validation accuracy rises, too, from {then:.1%} to {now:.1%}.",
+                "Judge the model by its accuracy; if you need its probabilities, use label smoothing or weight decay.",
+                Evidence("training_metrics/val_acc", now, then + self.limit("gain"), "near its maximum"),
+                confidence=0.7,
             )
-            return
-        if self._is_unmoved(history, validation):
-            trained = end_level(history.loss)
-            yield self.finding(
-                "warning",
-                validation.first_step,
-                f"Suspicious: the validation loss hardly changes, from {validation.first:.3g} to "
-                f"{validation.last:.3g}, while the training loss falls from {start_level(history.loss):.3g} to "
-                f"{trained:.3g}: the weights that are evaluated may not be those that are trained.",
-                "Evaluate the trained model itself; if you evaluate averaged weights or a copy, check their decay and "
-                "when they are updated.",
-                Evidence(name, validation.last, self.limit("unmoved") * validation.first, "falls with the training"),
-                Evidence(f"{CHECKS}/loss", trained),
-                confidence=0.6,
+        course = (
+            f"validation loss rises, from {values[best]:.3g} at step {step:,} to {values[-1]:.3g}, while the training "
+            f"loss falls to {train_now:.3g}"
+        )
+        evidence = (
+            Evidence(name, float(values[-1]), rise * float(values[best]), "near its minimum"),
+            Evidence(f"{CHECKS}/loss", train_now),
+        )
+        if values[best] > self.limit("unlike") * start_level(loss) > 0:
+            return self._suspicious(
+                step,
+                f"the {course}. Even its best value is far above the first training loss of {start_level(loss):.3g}, "
+                "so the validation data may be prepared differently.",
+                "Compare a batch of both: normalisation, preprocessing, labels, and the formula of the loss.",
+                *evidence,
             )
-            return
+        return self._memorises(step, f"The {course}: the model memorises its training data.", *evidence)
+
+    def _like_chance(self, history: History, name: str, validation: Curve) -> Finding | None:
+        """Return a finding if the validation loss was never below that of equal probabilities."""
+        if not self._does_not_generalise(history, validation):
+            return None
+        trained, uniform = end_level(history.loss), uniform_loss(history)
+        return self._suspicious(
+            validation.first_step,
+            f"the validation loss was never below that of equal probabilities, ln(C) = {uniform:.3g}, while the "
+            f"training loss has fallen to {trained:.3g}: the model does not generalise at all.",
+            "Print a few rows of both sets with their labels, which may not belong to their inputs; check that both "
+            "losses are averaged in the same way.",
+            Evidence(name, validation.last, uniform, f"below {uniform:.3g}"),
+            Evidence(f"{CHECKS}/loss", trained),
+        )
+
+    def _unmoved(self, history: History, name: str, validation: Curve) -> Finding | None:
+        """Return a finding if the validation loss stays near the first training loss, far above the later ones."""
+        values, first = validation.values, start_level(history.loss)
+        if len(values) < 5 or not first > 0 or not loss_fall(history) > self.limit("trained"):
+            return None
+        start, lowest, highest = (float(value) for value in (values[0], values.min(), values.max()))
+        is_near_start = 0.5 * first < start < 2 * first
+        if not (is_near_start and lowest > self.limit("unmoved") * start and highest < 1.2 * start):
+            return None
+        trained = end_level(history.loss)
+        return self._suspicious(
+            validation.first_step,
+            f"the validation loss hardly changes, from {start:.3g} to {validation.last:.3g}, while the training loss "
+            f"falls from {first:.3g} to {trained:.3g}: the weights that are evaluated may not be those that are "
+            "trained.",
+            "Evaluate the trained model itself; if you evaluate averaged weights or a copy, check their decay and when "
+            "they are updated.",
+            Evidence(name, validation.last, self.limit("unmoved") * start, "falls with the training"),
+            Evidence(f"{CHECKS}/loss", trained),
+        )
+
+    def _accuracies_apart(self, history: History) -> Finding | None:
+        """Return a finding if the training set is learned and the validation accuracy stays far below."""
         train, held_out = history.curve("training_metrics/train_acc"), history.curve("training_metrics/val_acc")
         gap = train.last - held_out.last
         learned = held_out.values[train.values > 0.95] if len(train) == len(held_out) else held_out.values
         is_stuck = len(learned) >= 5 and held_out.last <= learned[0] + 0.02  # a gap that closes is grokking
-        if train.last > 0.95 and gap > self.limit("gap") and is_stuck:
-            step = train.first_step_where(train.values > 0.95) or train.last_step
-            yield self._finding(
-                step,
-                f"The training accuracy is {train.last:.0%}, but the validation accuracy {held_out.last:.0%}: the "
-                "model memorises its training data.",
-                Evidence("training_metrics/val_acc", held_out.last, train.last - self.limit("gap"), "near train_acc"),
-            )
+        if not (train.last > 0.95 and gap > self.limit("gap") and is_stuck):
+            return None
+        return self._memorises(
+            train.first_step_where(train.values > 0.95) or train.last_step,
+            f"The training accuracy is {train.last:.0%}, but the validation accuracy {held_out.last:.0%}: the model "
+            "memorises its training data.",
+            Evidence("training_metrics/val_acc", held_out.last, train.last - self.limit("gap"), "near train_acc"),
+        )
 
     def _does_not_generalise(self, history: History, validation: Curve) -> bool:
         """Return whether all validation losses are those of equal probabilities or worse, and training losses not."""
@@ -806,15 +822,6 @@ class TrainValidationDiverging(Detector):
         accuracy = history.last("training_metrics/val_acc")
         return end_level(history.loss) < self.limit("learned") * uniform and not accuracy > 2 * math.exp(-uniform)
 
-    def _is_unmoved(self, history: History, validation: Curve) -> bool:
-        """Return whether the validation loss stays near the first training loss, far above the later ones."""
-        values, first = validation.values, start_level(history.loss)
-        if len(values) < 5 or not first > 0 or not loss_fall(history) > self.limit("trained"):
-            return False
-        lowest, highest = float(values.min()), float(values.max())
-        is_near_start = 0.5 * first < values[0] < 2 * first
-        return bool(is_near_start and lowest > self.limit("unmoved") * values[0] and highest < 1.2 * values[0])
-
     def _generalises(self, history: History, best_step: int) -> bool:
         """Return whether the validation accuracy still rises, or is not far below that of the training."""
         accuracy = history.curve("training_metrics/val_acc")
@@ -822,7 +829,10 @@ class TrainValidationDiverging(Detector):
         is_rising = accuracy.last > accuracy.at(recent) + self.limit("gain")
         return is_rising or history.last("training_metrics/train_acc") - accuracy.last < self.limit("gap")
 
-    def _finding(self, step: int, why: str, *evidence: Evidence) -> Finding:
+    def _suspicious(self, step: int, why: str, remedy: str, *evidence: Evidence) -> Finding:
+        return self.finding("warning", step, f"Suspicious: {why}", remedy, *evidence, confidence=0.6)
+
+    def _memorises(self, step: int, why: str, *evidence: Evidence) -> Finding:
         remedy = "Stop at the best validation loss, or add data, weight decay or dropout."
         return self.finding("warning", step, why, remedy, *evidence, confidence=0.85)
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from loopscope import attach
+from loopscope.engine import backward_recorder
 from loopscope.engine.backward_recorder import leftover_gradients
 from loopscope.engine.loss_graph import describe_loss
+from loopscope.errors import RunNotice
 from loopscope.hooks import BackwardPass, HookPoint, StepSchedule
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -140,3 +142,17 @@ def test_no_graph_outlives_the_description() -> None:
     del loss
     assert described.reduction == "mean"
     assert freed
+
+
+def test_unreadable_graph_costs_only_its_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One notice names the error, and the hook is called in every step, with neutral facts."""
+
+    def fail(*arguments: Any, **options: Any) -> BackwardPass:
+        raise TypeError("an unknown node")
+
+    monkeypatch.setattr(backward_recorder, "describe_loss", fail)
+    passes: Passes = {}
+    with pytest.warns(RunNotice, match="graph of the loss cannot be read") as notices:
+        train(Case(), [reader(passes)], steps=3)
+    assert len([item for item in notices if "TypeError: an unknown node" in str(item.message)]) == 1
+    assert passes == dict.fromkeys((1, 2, 3), (BackwardPass(),))
