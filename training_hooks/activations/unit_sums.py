@@ -1,10 +1,10 @@
 """Sums over the tokens of a module's output, by unit, and the statistics that follow from them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from loopscope.tensors import unsharded
+from loopscope.tensors import is_readable, unsharded
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -57,13 +57,15 @@ class UnitSums:
         median = magnitudes.flatten()[:: -(-magnitudes.numel() // MEDIAN_SAMPLE)].median()
         limit = torch.clamp(median * MASSIVE_RATIO, min=MASSIVE_MAGNITUDE)
         tokens = torch.full_like(limit, len(wide))
-        counts = torch.stack([tokens, (~wide.isfinite()).sum().to(limit), (magnitudes > limit).sum().to(limit)])
+        scaled_sums = (magnitudes / scale).sum(0)
+        nonfinite = _count(lambda: ~wide.isfinite(), ~scaled_sums.isfinite().all())
+        massive = _count(lambda: magnitudes > limit, ~(largest <= limit))  # also if the largest is NaN
         return cls(
             (wide / scale).square().sum(0).double() * scale.double().square(),
-            (magnitudes / scale).sum(0).double() * scale.double(),
+            scaled_sums.double() * scale.double(),
             highest.double(),
             -lowest.double(),
-            counts.double(),
+            torch.stack([tokens, nonfinite.to(limit), massive.to(limit)]).double(),
         )
 
     def add(self, other: "UnitSums") -> "UnitSums":
@@ -92,6 +94,13 @@ class UnitSums:
         squares, magnitudes, counts = totals
         highest, highest_negative = extremes
         return cls(squares, magnitudes, highest, highest_negative, counts)
+
+
+def _count(flags: Callable[[], Tensor], may_be_set: Tensor) -> Tensor:
+    """Return how many flags are set; flags are not computed if the host reads at once that none ``may_be_set``."""
+    if is_readable(may_be_set) and not may_be_set:
+        return torch.zeros((), dtype=torch.int64)
+    return flags().count_nonzero()
 
 
 def root_mean_square(sums: UnitSums) -> Tensor:

@@ -5,18 +5,29 @@ from torch import Tensor
 
 PART = 2**20
 """Elements of a matrix that are in float64 at a time."""
+BLOCKS, SMALLEST_BLOCK = 4, 128
+"""Number of blocks of rows in which a symmetric product is computed up to its diagonal, and their smallest size.
+
+Four blocks save a quarter of the time of matrices of width 512; a product of smaller blocks is slower than a whole one.
+"""
 
 
 def smaller_gram(matrix: Tensor) -> Tensor:
-    """Return the smaller one of WWᵀ and WᵀW, in float64; shape (n, n), n = min(rows, columns)."""
+    """Return the lower triangle of the smaller one of WWᵀ and WᵀW, in float64.
+
+    Its shape is (n, n), n = min(rows, columns); elements above the diagonal have arbitrary values.
+    """
     # Both products have the same nonzero eigenvalues σ², so the smaller one suffices. With W = (W₁ W₂ …) it is
     # Σ WᵢWᵢᵀ, so that a few columns at a time are in float64.
     wide_matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    columns = max(1, PART // max(1, len(wide_matrix)))
-    first, *others = (part.double() for part in torch.split(wide_matrix, columns, dim=1))
-    gram = first @ first.T
-    for part in others:
-        gram.addmm_(part, part.T)
+    count = len(wide_matrix)
+    gram = torch.zeros(count, count, dtype=torch.float64, device=matrix.device)
+    block = max(SMALLEST_BLOCK, -(-count // BLOCKS))
+    for part in torch.split(wide_matrix, max(1, PART // max(1, count)), dim=1):
+        wide_part = part.double()
+        for first in range(0, count, block):
+            last = min(first + block, count)
+            gram[first:last, :last].addmm_(wide_part[first:last], wide_part[:last].T)
     return gram
 
 
@@ -32,7 +43,7 @@ def singular_values(grams: Tensor) -> Tensor:
     # eigvalsh raises an error for a matrix with a NaN, so decompose zeros instead and replace the result.
     finite = grams.isfinite().flatten(start_dim=1).all(dim=1)
     # σᵢ = √λᵢ(WWᵀ); rounding can make a zero eigenvalue slightly negative.
-    squares: Tensor = torch.linalg.eigvalsh(grams.where(finite[:, None, None], 0)).flip(-1)
+    squares: Tensor = torch.linalg.eigvalsh(grams.where(finite[:, None, None], 0), UPLO="L").flip(-1)
     return squares.clamp(min=0).sqrt().where(finite[:, None], torch.nan)
 
 

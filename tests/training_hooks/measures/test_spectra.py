@@ -18,6 +18,16 @@ def test_singular_values_match_full_decomposition(rows, columns, seed):
     np.testing.assert_allclose(found.numpy(), expected, atol=3e-8 * expected[0])
 
 
+@pytest.mark.parametrize("shape", [(129, 300), (400, 257), (600, 600), (130, 9000)])
+def test_large_matrices_are_multiplied_in_blocks(shape):
+    """The lower triangle is that of the whole product, over several blocks of rows and parts of columns."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    wide = matrix.double() if shape[0] <= shape[1] else matrix.double().T
+    torch.testing.assert_close(spectra.smaller_gram(matrix).tril(), (wide @ wide.T).tril(), rtol=1e-12, atol=1e-9)
+    (found,) = spectra.singular_values(spectra.smaller_gram(matrix)[None])
+    torch.testing.assert_close(found, torch.linalg.svdvals(wide), rtol=1e-9, atol=0)
+
+
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8))
 def test_ranks_are_bounded_and_scale_invariant(values):
     """Effective rank, stable rank and participation ratio are between one and the number of values."""
