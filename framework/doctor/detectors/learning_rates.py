@@ -99,7 +99,7 @@ class LearningRateTooHigh(Detector):
             "critical",
             step,
             f"The learning rate {_text(lr)} is too high: at step {step:,} one update changed the weights by "
-            f"{high:.0%} of their size{harm}.",
+            f"{_share(high)} their size{harm}.",
             f"Lower the learning rate, to {_text(lr / _factor(high))} for example"
             + ("" if has_scheduler(history) else ", or add a warm-up")
             + ".",
@@ -115,6 +115,17 @@ def _factor(ratio: float) -> float:
 
 def _text(lr: float) -> str:
     return f"{lr:.3g}" if math.isfinite(lr) else "of the first group"
+
+
+def _share(ratio: float) -> str:
+    """Return a ratio in words that end with "of" or "times".
+
+    >>> _share(0.72), _share(35.0), _share(7.1e16)
+    ('72% of', '35 times', '7.1e+16 times')
+    """
+    if ratio < 10:
+        return f"{ratio:.0%} of"
+    return f"{ratio:,.0f} times" if ratio < 1e6 else f"{ratio:.2g} times"
 
 
 def _early_harm(history: History, is_large: bool) -> str:

@@ -358,14 +358,27 @@ class TargetsNotNormalised(Detector):
     applies_to = "losses that are no cross-entropy, at the first step"
     thresholds = {"loss": Threshold(1e4, "a deviation of 100 in targets or outputs")}
     needs = (CHECKS,)
-    explains = frozenset({"activations-grow", "exploding-gradients", "loss-not-falling", "loss-spike", "dead-units"})
+    explains = frozenset(
+        {
+            "activations-grow",
+            "exploding-gradients",
+            "loss-not-falling",
+            "loss-spike",
+            "dead-units",
+            "learning-rate-too-high",
+            "warm-up-missing",
+            "clipping-too-strong",
+            "nonfinite",
+        }
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the first loss is above the limit and inputs and weights are not the reason."""
         loss, deviation = history.loss, history.curve(f"{CHECKS}/input_std").first
         scale = (history.facts.get("weight_scales") or {}).get("median", 0)
         is_known = history.last(f"{CHECKS}/class_count") == 0 and history.last(f"{CHECKS}/loss_is_summed") == 0
-        if loss.first_step != 1 or not is_known or not loss.first > self.limit("loss") or deviation > 10 or scale > 4:
+        is_huge = self.limit("loss") < loss.first < math.inf
+        if loss.first_step != 1 or not is_known or not is_huge or deviation > 10 or scale > 4:
             return
         yield self.finding(
             "warning",

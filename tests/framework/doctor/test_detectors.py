@@ -1,5 +1,6 @@
 """Promises of every registered detector, tested on the registry, and the registry itself."""
 
+import math
 import warnings
 from copy import deepcopy
 
@@ -312,6 +313,26 @@ def test_eval_mode_explains_rates_of_batch_normalised_models(batchnorms: int, fi
     history.add(3, {"training_checks/update_ratio": Series([1, 2, 3], [0.6, 0.2, 0.2])})
     history.add(51, {"training_checks/model_in_eval": Series([1, 2, 51], [1.0] * 3)})
     assert ids(history)[0] == first
+
+
+@pytest.mark.parametrize(("loss", "first"), [(2e7, "targets-not-normalised"), (2.0, "learning-rate-too-high")])
+def test_huge_targets_explain_rates_and_infinities(loss: float, first: str) -> None:
+    history = with_losses([loss, loss**2, *[math.nan] * 5])
+    for name in ("uniform_loss", "class_count"):
+        history.curves.pop(f"training_checks/{name}")
+    history.add(3, {f"training_checks/{name}": 0 for name in ("class_count", "loss_is_summed")})
+    history.add(3, {"training_checks/update_ratio": Series([1, 2, 3], [7e16, 7e16, 7e16])})
+    assert ids(history)[0] == first
+
+
+@pytest.mark.parametrize("loss", [math.inf, math.nan])
+def test_nonfinite_first_loss_says_nothing_about_targets(loss: float) -> None:
+    history = with_losses([loss] * 5)
+    for name in ("uniform_loss", "class_count"):
+        history.curves.pop(f"training_checks/{name}")
+    history.add(3, {f"training_checks/{name}": 0 for name in ("class_count", "loss_is_summed")})
+    assert ids(history)[0] == "nonfinite"
+    assert "targets-not-normalised" not in ids(history)
 
 
 def test_rare_extreme_gradients_point_to_rows() -> None:
