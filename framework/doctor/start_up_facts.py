@@ -303,7 +303,8 @@ def _weight_scales(model: nn.Module) -> dict[str, Any]:
         if is_layer and weight is not None and _is_readable(weight) and weight.requires_grad:
             (values,) = local_shards([weight.detach()])
             if values.numel() and not _is_zero(weight):
-                fan_in = weight[0].numel() if weight.ndim > 1 else weight.numel()
+                # from the shape, since weight[0] of a sharded weight waits for ranks, whose shard may be empty
+                fan_in = weight.shape[1:].numel() if weight.ndim > 1 else weight.numel()
                 scales[f"{name}.weight"] = float(values.float().square().mean().sqrt()) * math.sqrt(fan_in)
     if not scales:
         return {}

@@ -288,18 +288,18 @@ def sign(folder: Path, name: str) -> None:
 
 def test_exact_resume_rejects_another_world_size(runs, tmp_path):
     """The error gives both numbers of processes, and no final weights are written."""
-    with pytest.raises(UsageError, match=r"--exact: .* processes: 3 before, 1 now"):
+    with pytest.raises(UsageError, match=r"exact: .* processes: 3 before, 1 now"):
         resume(runs / "begun by 3, ddp", tmp_path / "run", None, exact=True)
     assert not list((tmp_path / "run" / RUN).glob("*_final.pt"))
 
 
 REFUSALS = {
-    "one process": "was written by one process; resume it with one, without torchrun and --parallel",
-    "exact": "--exact: .* processes: 3 before, 2 now",
+    "one process": "was written by one process; resume it with one, without torchrun",
+    "exact": "exact: .* processes: 3 before, 2 now",
     "rate": "lr differs between the ranks: 0.01 on rank 0, 0.02 on rank 1; start all ranks with the same settings",
     "hooks": "The configuration of the hooks differs between the ranks",
     "locked": "another process|is written by process|locked",
-    "unshared": "Process 1 cannot write to .*; checkpoints of several processes need an --output-dir that all of them",
+    "unshared": "Process 1 cannot write to .*; checkpoints of several processes need an output folder that all of them",
     "folder": "already holds a finished run, which is left unchanged",
 }
 

@@ -8,6 +8,8 @@ from loopscope.doctor.start_up_facts import start_facts
 from loopscope.lowbit.metis import LowRankFactors
 from torch import nn
 
+from tests.support.ranks import on_ranks
+
 
 class Holder(nn.Module):
     """A model with an attribute next to a registered layer."""
@@ -83,3 +85,24 @@ def test_frozen_zero_matrix_is_a_frozen_parameter() -> None:
     nn.init.zeros_(model[1].weight).requires_grad_(False)
     facts = start_facts(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
     assert facts["frozen_in_optimizer"]["names"] == ["1.weight"]
+
+
+def facts_of_shards() -> int:
+    """Return the number of collectives in which a rank reads the facts; the last rank has an empty shard."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    optimizer = torch.optim.Adam(model.parameters())
+    with CommDebugMode() as collectives:
+        start_facts(model, [optimizer])
+    return collectives.get_total_counts()
+
+
+@pytest.mark.ranks
+def test_facts_of_shards_need_no_other_rank(tmp_path):
+    """Only the first rank may write them, and of four rows the third of three ranks has none."""
+    assert on_ranks(facts_of_shards, tmp_path, 3) == [0, 0, 0]
