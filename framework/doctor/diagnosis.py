@@ -38,7 +38,7 @@ def _findings_of(detector: Detector, history: History) -> Iterable[Finding]:
 
 
 def _missing(history: History) -> list[str]:
-    """Return sentences about hooks that detectors need and the run did not have, or that failed in it."""
+    """Return sentences about what detectors need and the record lacks: hooks, and the end of the training."""
     needed = {name for detector in all_detectors() for name in detector.needs}
     recorded = {name.partition("/")[0] for name in history.curves} | set(history.hooks)
     failed = [reason for name, reason in history.left_out.items() if name in needed and FAILED in reason]
@@ -46,4 +46,6 @@ def _missing(history: History) -> list[str]:
     if absent := sorted(needed - recorded):
         advice = "run with the group 'health' of hooks for a complete diagnosis"
         sentences.append(f"The record has no {listed(absent)}; {advice}.")
+    if not history.is_over and history.curves:
+        sentences.append("The training is in progress; some findings, such as no-better-than-uniform, need its end.")
     return sentences

@@ -54,7 +54,9 @@ class DeadUnits(Detector):
             curve.first_step_where(curve.values > self.limit("share")) or curve.first_step,
             f"{curve.last:.0%} of the units of {worst} are dead: they have the same value for all rows of the batch "
             f"and get no gradient ({len(dead)} {'layer' if len(dead) == 1 else 'layers'}: {listed(sorted(dead), 3)}).",
-            "Lower the learning rate, check biases and the scale of the inputs, or use GELU or LeakyReLU.",
+            "Check the initialisation, biases and the scale of the inputs."
+            if curve.first > self.limit("share") and curve.first_step <= 1
+            else "Lower the learning rate, check biases and the scale of the inputs, or use GELU or LeakyReLU.",
             Evidence(f"{metric}/{worst}", curve.last, self.limit("share"), "below 0.1"),
             confidence=0.85,
         )

@@ -42,7 +42,10 @@ class RowsRepeated(Detector):
             repeated.first_step_where(repeated.values > self.limit("share")) or 1,
             f"{share:.0%} of the rows of a batch occur more than once within the same {place}, so the model sees "
             "the same rows again and again.",
-            "Remove duplicates from the data, and give every worker of the loader other rows.",
+            "Remove duplicates from the data."
+            if place == "batch"
+            else "Check that every step fetches a new batch, that the data have no duplicates, and that every "
+            "worker of the loader has other rows.",
             Evidence(f"{CHECKS}/repeated_row_fraction", share, self.limit("share"), "0 to 0.05"),
             confidence=0.85,
         )

@@ -1,5 +1,6 @@
 """Detectors of gradients that are missing, left over, vanishing or exploding."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from ...errors import listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
-from .levels import CHECKS, end_level, falls_short, gradient_norms, median_of, start_level
+from .levels import CHECKS, JUMP, end_level, falls_short, gradient_norms, jump_of_gradient, median_of, start_level
 
 EXPERTS = ("expert",)
 """Parts of names of parameters that get a gradient only if a token is routed to them."""
@@ -277,6 +278,18 @@ class ExplodingGradients(Detector):
         values = norms.values[np.isfinite(norms.values)]
         if any(group.get("optimizer") == "LBFGS" for group in history.facts.get("groups", ())):
             return
+        if (jump := jump_of_gradient(history)) is not None:
+            found = self._finding(
+                jump,
+                f"In step {jump:,} the gradient norm is {norms.at(jump):.3g}, over a thousand times all earlier ones, "
+                "and the loss diverges from there: a row of the data may be unlike the others.",
+                norms.at(jump),
+                JUMP * float(np.nanmax(norms.values[norms.steps < jump])),
+            )
+            yield replace(
+                found, next=f"Look at the rows of the batch of step {jump:,}; remove wrong ones, or clip gradients."
+            )
+            return
         if len(values) < 20 and not self._is_huge_at_once(history):
             return
         first, last, usual = start_level(norms, 10), end_level(norms), median_of(values)
@@ -319,7 +332,9 @@ class ExplodingGradients(Detector):
     def _is_huge_at_once(self, history: History) -> bool:
         norm, loss = gradient_norms(history).first, history.loss.first
         is_mean = history.last("training_checks/loss_is_summed") == 0
-        return is_mean and abs(loss) < 100 and norm > self.limit("first")
+        # A loss that diverges at once proves a gradient that is only large.
+        limit = self.limit("first") * (0.1 if (history.loss.first_nonfinite or math.inf) <= 5 else 1)
+        return is_mean and abs(loss) < 100 and norm > limit
 
     def _finding(self, step: int, why: str, value: float, limit: float, confidence: float = 0.75) -> Finding:
         evidence = Evidence("training_checks/grad_norm", value, limit, "within a factor of 10 of its median")

@@ -12,6 +12,7 @@ from .levels import (
     end_level,
     gradient_norms,
     is_sorted_by_class,
+    jump_of_gradient,
     loss_fall,
     median_of,
     start_level,
@@ -83,29 +84,45 @@ class LearningRateTooHigh(Detector):
         ratios = update_ratios(history)
         if not len(ratios):
             return
-        early = ratios.values[ratios.steps <= 20]
-        high = float(np.nanmax(early)) if len(early) and np.isfinite(early).any() else math.nan
+        early = ratios.steps <= 20
+        is_large = early & (ratios.values > self.limit("ratio"))
         weights = history.curve("parameter_norms/total_weight_norm")
         starts_at_zero = len(weights) and weights.first < 1e-3
-        if not high > self.limit("ratio") or starts_at_zero:
+        if not (is_large.any() and np.isfinite(ratios.values[early]).any()) or starts_at_zero:
             return
+        if history.loss.first_nonfinite == history.loss.first_step:  # before any update
+            return
+        if _follows_a_jump(history, int(ratios.steps[is_large][0]), self.limit("ratio")):
+            return
+        finite = np.where(is_large & np.isfinite(ratios.values), ratios.values, -np.inf)
+        place = int(np.argmax(finite)) if np.isfinite(finite).any() else int(np.argmax(is_large))
+        high, step = float(ratios.values[place]), int(ratios.steps[place])
         harm = _early_harm(history, high > self.limit("certain"))
         is_certain = high > self.limit("certain") and history.step < 20
         if not (harm or is_certain):
             return
-        step = ratios.first_step_where(ratios.values > self.limit("ratio")) or 1
         lr = initial_lr(history)
+        change = (
+            f"changed the weights by {_share(high)} their size" if math.isfinite(high) else "made the weights infinite"
+        )
         yield self.finding(
             "critical",
-            step,
-            f"The learning rate {_text(lr)} is too high: at step {step:,} one update changed the weights by "
-            f"{_share(high)} their size{harm}.",
+            int(ratios.steps[is_large][0]),
+            f"The learning rate {_text(lr)} is too high: at step {step:,} one update {change}{harm}.",
             f"Lower the learning rate, to {_text(lr / _factor(high))} for example"
             + ("" if has_scheduler(history) else ", or add a warm-up")
             + ".",
             Evidence("training_checks/update_ratio", high, self.limit("ratio"), "1e-4 to 1e-2"),
             confidence=0.95 if harm and high > self.limit("certain") else 0.85,
         )
+
+
+def _follows_a_jump(history: History, step: int, limit: float) -> bool:
+    """Return whether updates were small until a single extreme gradient, which a row of the data causes."""
+    jump = jump_of_gradient(history)
+    ratios = update_ratios(history)
+    before = ratios.values[ratios.steps < (jump or 0)]
+    return jump is not None and jump <= step and len(before) > 1 and float(np.max(before)) < 0.5 * limit
 
 
 def _factor(ratio: float) -> float:
@@ -200,7 +217,7 @@ class LearningRateTooLow(Detector):
             ratios.first_step,
             f"The learning rate {_text(lr)} is too low: an update changes the weights by only {highest:.1e} of their "
             f"size, so that the loss hardly falls.",
-            f"Raise the learning rate, to {lr * factor:.1e} for example.",
+            f"Raise the learning rate, to {_text(lr * factor)} for example.",
             Evidence("training_checks/update_ratio", highest, self.limit("ratio"), "1e-4 to 1e-2"),
             confidence=0.9 if is_slow else 0.75,
         )

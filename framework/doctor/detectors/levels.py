@@ -85,3 +85,26 @@ def gradient_norms(history: History) -> Curve:
     """Return the joint gradient norm before clipping, of every step where a hook measured it."""
     names = ("training_checks/grad_norm", "parameter_norms/total_grad_norm")
     return max((history.curve(name) for name in names), key=len)
+
+
+JUMP = 1000.0
+"""Factor by which a gradient norm jumps in a single step because of a row that is unlike the others."""
+
+
+def jump_of_gradient(history: History) -> int | None:
+    """Return the first step whose gradient norm is a thousand times all earlier ones and after which losses diverge.
+
+    At least three steps come before it. ``None`` without such a step.
+    """
+    norms, loss = gradient_norms(history), history.loss
+    if loss.first_nonfinite is None:
+        return None
+    earlier = np.maximum.accumulate(np.nan_to_num(norms.values[:-1], posinf=np.inf))
+    is_jump = np.concatenate([[False], norms.values[1:] > JUMP * earlier])
+    places = [int(place) for place in np.flatnonzero(is_jump & np.isfinite(norms.values)) if place >= 3]
+    if not places or norms.steps[places[0]] > loss.first_nonfinite:
+        return None
+    # A loss that has risen before diverges step by step, as under a learning rate that is too high.
+    before = loss.values[(loss.steps > 1) & (loss.steps < norms.steps[places[0]])]
+    is_calm = len(before) > 1 and float(np.max(before)) < 3 * abs(loss.first)
+    return int(norms.steps[places[0]]) if is_calm else None

@@ -1,19 +1,19 @@
 """Detectors of the loss: its formula, its start, its course, and its validation."""
 
 import math
-import operator
 import re
 from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
 
+from ...errors import listed
 from ...hooks import Severity
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
 from .learning_rates import is_warming_up
-from .levels import CHECKS, end_level, falls_short, loss_fall, median_of, start_level, uniform_loss
+from .levels import CHECKS, end_level, falls_short, loss_fall, median_of, start_level, uniform_loss, update_ratios
 
 
 class LossGraphDetector(Detector):
@@ -481,6 +481,7 @@ class NoBetterThanUniform(Detector):
     thresholds = {
         "share": Threshold(0.93, "of ln(C); a training that works is far below after 100 steps"),
         "share_of_plan": Threshold(0.2, "of the planned steps, or of 1,500 if the plan is unknown"),
+        "first_update": Threshold(0.03, "of the weights; the first updates of AdamW change about 1 %"),
     }
     needs = (CHECKS,)
     explains = frozenset({"loss-not-falling"})
@@ -496,22 +497,29 @@ class NoBetterThanUniform(Detector):
         lowest = median_of(np.sort(loss.values)[: max(5, len(loss) // 10)])
         if is_warming_up(history) or not (lowest > self.limit("share") * uniform and last < 1.5 * uniform):
             return
-        frozen = max((history.facts.get("frozen_modules") or {}).items(), key=operator.itemgetter(1), default=None)
-        if frozen is None:
-            reason = "the labels may not belong to their inputs"
-            remedy = (
-                "Print a few rows with their labels; try to overfit a single batch, which must bring the loss near 0."
-            )
-        else:
+        frozen = sorted((history.facts.get("frozen_modules") or {}).items(), key=lambda item: -item[1])
+        first_update = update_ratios(history).first
+        print_rows = (
+            "print a few rows with their labels; try to overfit a single batch, which must bring the loss near 0."
+        )
+        if frozen:
+            names = listed([f"{share:.0%} of {name}" for name, share in frozen], 3)
+            reason = f"Frozen are {names}, which is useless unless these weights were trained before."
+            remedy = "Load trained weights of the frozen parts, or set requires_grad=True for their parameters."
+        elif first_update > self.limit("first_update"):
             reason = (
-                f"{frozen[0]}, {frozen[1]:.0%} of the parameters, is frozen, and useless unless it was trained before"
+                f"The first update changed {first_update:.0%} of the weights, which may have spoiled them; or else the "
+                "labels do not belong to their inputs."
             )
-            remedy = f"Load trained weights of {frozen[0]}, or set requires_grad=True for its parameters."
+            remedy = f"Add a warm-up or lower the learning rate. Then {print_rows}"
+        else:
+            reason = "If no other finding explains it, the labels may not belong to their inputs."
+            remedy = f"{print_rows[0].upper()}{print_rows[1:]}"
         yield self.finding(
             "warning",
             100,
             f"Suspicious: after {loss.last_step:,} steps the loss is {last:.3g}, and equal probabilities give ln(C) = "
-            f"{uniform:.3g}. The model has learned nothing; {reason}.",
+            f"{uniform:.3g}, so the model has learned nothing. {reason}",
             remedy,
             Evidence(f"{CHECKS}/loss", last, self.limit("share") * uniform, f"far below {uniform:.3g}"),
             confidence=0.5,
@@ -629,7 +637,8 @@ class LossUnbounded(Detector):
             "warning",
             int(loss.steps[third]),
             f"The loss falls ever faster below zero, from {first:.3g} to {last:.3g}: it has no lower bound.",
-            "Check the signs of its terms, and limit distances by a margin and variances from below.",
+            "Check the signs of its terms, and limit distances by a margin and variances from below. With binary "
+            "cross-entropy, check that all targets are between 0 and 1.",
             Evidence(f"{CHECKS}/loss", last, -self.limit("size") * max(1.0, abs(first)), "approaches a minimum"),
             confidence=0.8,
         )

@@ -7,7 +7,7 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from .levels import falls_short, median_of
+from .levels import falls_short, loss_fall, median_of
 
 
 def _number(value: object) -> float:
@@ -30,6 +30,7 @@ class ClippingTooStrong(Detector):
     thresholds = {
         "clipped": Threshold(0.9, "of the steps; clipping is meant for exceptions"),
         "factor": Threshold(0.1, "what remains of the gradient norm"),
+        "fall": Threshold(0.8, "of the loss; where it falls further, clipping is a remark"),
     }
     needs = ("parameter_norms",)
     explains = frozenset({"learning-rate-too-low", "loss-not-falling", "no-better-than-uniform"})
@@ -48,8 +49,9 @@ class ClippingTooStrong(Detector):
         factor = median_of(np.array(factors))
         if not (median_of(fraction.values) > self.limit("clipped") and 0 < factor < self.limit("factor")):
             return
+        is_harmless = history.is_adam_like or loss_fall(history) > self.limit("fall")
         yield self.finding(
-            "info" if history.is_adam_like else "warning",
+            "info" if is_harmless else "warning",
             fraction.first_step,
             f"{median_of(fraction.values):.0%} of the gradients are clipped, to {factor:.1%} of their norm in the "
             f"median (from {median_of(before.values):.3g} to {median_of(after.values):.3g}).",

@@ -335,6 +335,44 @@ def test_nonfinite_first_loss_says_nothing_about_targets(loss: float) -> None:
     assert "targets-not-normalised" not in ids(history)
 
 
+def test_single_extreme_row_is_no_learning_rate() -> None:
+    """The updates are small until one gradient spoils the weights; a loss that rises step by step is another fault."""
+    history = with_losses([2.3, 2.1, 2.4, 2.0, 3e5, 1e26, math.inf])
+    for name in ("grad_norm", "update_ratio"):
+        history.curves.pop(f"training_checks/{name}")
+    history.add(7, {"training_checks/grad_norm": Series(list(range(1, 7)), [2.0, 2.5, 1.8, 2.2, 1.9e7, 1e30])})
+    history.add(7, {"training_checks/update_ratio": Series([1, 2, 3, 5], [0.004, 0.003, 0.004, 7e3])})
+    finding = next(iter(diagnose(history)))
+    assert (finding.id, finding.step) == ("exploding-gradients", 5)
+    assert finding.next.startswith("Look at the rows of the batch of step 5;")
+
+
+@pytest.mark.parametrize(("losses", "expected"), [([31.0, 9e5, math.nan], True), ([31.0, 5.0, 0.3], False)])
+def test_large_first_gradient_of_diverging_loss_explodes(losses: list[float], expected: bool) -> None:
+    history = with_losses(losses)
+    for name in ("grad_norm", "uniform_loss", "class_count"):
+        history.curves.pop(f"training_checks/{name}")
+    history.add(
+        3, {"training_checks/grad_norm": Series([1, 2, 3], [4e3, 4e3, 4e3]), "training_checks/loss_is_summed": 0}
+    )
+    history.add(3, {"training_checks/update_ratio": Series([1, 2, 3], [27.9, 2.0, 2.0])})
+    assert (ids(history)[:1] == ["exploding-gradients"]) is expected
+
+
+def test_first_loss_that_is_infinite_blames_no_rate() -> None:
+    history = with_losses([math.inf, math.inf, math.nan])
+    history.curves.pop("training_checks/update_ratio")
+    history.add(3, {"training_checks/update_ratio": Series([1, 2, 3], [0.7, 0.7, 0.7])})
+    assert "learning-rate-too-high" not in ids(history)
+
+
+def test_training_in_progress_is_said_to_lack_its_end() -> None:
+    history = healthy_history()
+    assert any("in progress" in sentence for sentence in diagnose(history).missing)
+    history.status = "completed"
+    assert not any("in progress" in sentence for sentence in diagnose(history).missing)
+
+
 def test_rare_extreme_gradients_point_to_rows() -> None:
     history = healthy_history()
     history.curves.pop("training_checks/grad_norm")
@@ -347,7 +385,7 @@ def test_rare_extreme_gradients_point_to_rows() -> None:
 def test_frozen_part_is_named_where_nothing_is_learned() -> None:
     history = with_losses([2.3] * 200, frozen_modules={"encoder": 0.96})
     (finding,) = [item for item in diagnose(history) if item.id == "no-better-than-uniform"]
-    assert "encoder, 96% of the parameters, is frozen" in finding.why
+    assert "Frozen are 96% of encoder" in finding.why
 
 
 def test_loss_of_a_scaler_is_no_high_loss() -> None:
@@ -364,5 +402,6 @@ def test_hook_that_failed_is_missing_from_the_diagnosis() -> None:
     }
     history.hooks = [*history.left_out, "training_metrics", "activations", "first_nonfinite", "loss_spikes"]
     history.hooks += ["parameter_norms"]
+    history.status = "completed"
     (sentence,) = diagnose(history).missing
     assert sentence == f"The diagnosis is incomplete: {history.left_out['training_checks']}."
