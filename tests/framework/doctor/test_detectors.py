@@ -366,7 +366,7 @@ def test_first_loss_that_is_infinite_blames_no_rate() -> None:
     assert "learning-rate-too-high" not in ids(history)
 
 
-def test_training_in_progress_is_said_to_lack_its_end() -> None:
+def test_diagnosis_in_progress_names_what_it_lacks() -> None:
     history = healthy_history()
     assert any("in progress" in sentence for sentence in diagnose(history).missing)
     history.status = "completed"
