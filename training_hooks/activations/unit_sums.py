@@ -97,7 +97,7 @@ class UnitSums:
 
 
 def _count(flags: Callable[[], Tensor], may_be_set: Tensor) -> Tensor:
-    """Return how many flags are set; flags are not computed if the host reads at once that none ``may_be_set``."""
+    """Return how many flags are set, without computing them if the host can read that none ``may_be_set``."""
     if is_readable(may_be_set) and not may_be_set:
         return torch.zeros((), dtype=torch.int64)
     return flags().count_nonzero()

@@ -332,7 +332,7 @@ class ExplodingGradients(Detector):
     def _is_huge_at_once(self, history: History) -> bool:
         norm, loss = gradient_norms(history).first, history.loss.first
         is_mean = history.last("training_checks/loss_is_summed") == 0
-        # A loss that diverges at once proves a gradient that is only large.
+        # Where the loss diverges at once, a tenth of the limit is enough.
         limit = self.limit("first") * (0.1 if (history.loss.first_nonfinite or math.inf) <= 5 else 1)
         return is_mean and abs(loss) < 100 and norm > limit
 
