@@ -23,8 +23,8 @@ INTRODUCTION = """\
 Each promise of the [guarantees](guarantees.md) has its tests below. A test names its promise in the marker
 `@pytest.mark.guarantee`; `make docs` reads the markers and writes this page, and a test checks that every promise has a
 test and that every marker names a promise. The tier is the first command that runs the test: *quick* is `make fast`,
-which leaves out long rows, *test* is `make test`, *slow* is `make slow`, which also runs the remaining rows of the
-matrices."""
+which leaves out the longest of them, *test* is `make test`, *slow* is `make slow`, which also runs the remaining rows
+of the matrices."""
 
 
 @dataclass(frozen=True)

@@ -45,17 +45,17 @@ def nonfinite_names(named: Sequence[tuple[str, Tensor]]) -> list[str]:
 def _are_finite(tensors: Sequence[Tensor]) -> list[bool]:
     """Return for each tensor whether all its elements are finite; one transfer to the host if all tensors are."""
     # A sum of finite elements is finite unless it overflows, and takes a twentieth of the time of isfinite().all().
-    sums = [tensor.sum(dtype=_summed_in(tensor)) for tensor in tensors]
+    sums = [tensor.detach().sum(dtype=_sum_dtype(tensor)) for tensor in tensors]
     pairs = zip(tensors, tensor_of(sums).isfinite().tolist(), strict=True)
     return [has_finite_sum or _is_finite(tensor) for tensor, has_finite_sum in pairs]
 
 
 def _is_finite(tensor: Tensor) -> bool:
     stored = tensor.coalesce().values() if tensor.is_sparse else tensor
-    return bool(stored.to(_summed_in(tensor)).isfinite().all())
+    return bool(stored.to(_sum_dtype(tensor)).isfinite().all())
 
 
-def _summed_in(tensor: Tensor) -> torch.dtype:
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype.itemsize < torch.float32.itemsize else tensor.dtype
 
 

@@ -256,6 +256,8 @@ class ExplodingGradients(Detector):
     applies_to = "every optimizer but LBFGS, whose line search accepts gradients of any size"
     thresholds = {
         "first": Threshold(1e4, "usual first gradients of a mean loss have a norm of 0.1 to 100"),
+        "first_of_diverging": Threshold(1e3, "the same, where the loss is not finite within five steps"),
+        "jump": Threshold(JUMP, "over all earlier steps, where the loss is not finite afterwards"),
         "growth": Threshold(100.0, "healthy gradients change by a factor of 10 over a training"),
         "spike": Threshold(300.0, "steps this far above the median are rare even for heavy-tailed gradients"),
     }
@@ -284,7 +286,7 @@ class ExplodingGradients(Detector):
                 f"In step {jump:,} the gradient norm is {norms.at(jump):.3g}, over a thousand times all earlier ones, "
                 "and the loss diverges from there: a row of the data may be unlike the others.",
                 norms.at(jump),
-                JUMP * float(np.nanmax(norms.values[norms.steps < jump])),
+                self.limit("jump") * float(np.nanmax(norms.values[norms.steps < jump])),
             )
             yield replace(
                 found, next=f"Look at the rows of the batch of step {jump:,}; remove wrong ones, or clip gradients."
@@ -299,7 +301,7 @@ class ExplodingGradients(Detector):
                 f"The gradient norm of the first step is {norms.first:.3g}, at an ordinary loss of "
                 f"{history.loss.first:.3g}: it grows from layer to layer, or from time step to time step.",
                 norms.first,
-                self.limit("first"),
+                self._first_limit(history),
                 confidence=0.97,
             )
             return
@@ -332,9 +334,11 @@ class ExplodingGradients(Detector):
     def _is_huge_at_once(self, history: History) -> bool:
         norm, loss = gradient_norms(history).first, history.loss.first
         is_mean = history.last("training_checks/loss_is_summed") == 0
-        # Where the loss diverges at once, a tenth of the limit is enough.
-        limit = self.limit("first") * (0.1 if (history.loss.first_nonfinite or math.inf) <= 5 else 1)
-        return is_mean and abs(loss) < 100 and norm > limit
+        return is_mean and abs(loss) < 100 and norm > self._first_limit(history)
+
+    def _first_limit(self, history: History) -> float:
+        diverges = (history.loss.first_nonfinite or math.inf) <= 5
+        return self.limit("first_of_diverging" if diverges else "first")
 
     def _finding(self, step: int, why: str, value: float, limit: float, confidence: float = 0.75) -> Finding:
         evidence = Evidence("training_checks/grad_norm", value, limit, "within a factor of 10 of its median")

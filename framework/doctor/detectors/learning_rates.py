@@ -103,7 +103,9 @@ class LearningRateTooHigh(Detector):
             return
         lr = initial_lr(history)
         change = (
-            f"changed the weights by {_share(high)} their size" if math.isfinite(high) else "made the weights infinite"
+            f"changed the weights by {_ratio_text(high)} their size"
+            if math.isfinite(high)
+            else "made the weights infinite"
         )
         yield self.finding(
             "critical",
@@ -134,10 +136,10 @@ def _text(lr: float) -> str:
     return f"{lr:.3g}" if math.isfinite(lr) else "of the first group"
 
 
-def _share(ratio: float) -> str:
+def _ratio_text(ratio: float) -> str:
     """Return a ratio in words that end with "of" or "times".
 
-    >>> _share(0.72), _share(35.0), _share(7.1e16)
+    >>> _ratio_text(0.72), _ratio_text(35.0), _ratio_text(7.1e16)
     ('72% of', '35 times', '7.1e+16 times')
     """
     if ratio < 10:

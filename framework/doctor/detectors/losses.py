@@ -504,7 +504,7 @@ class NoBetterThanUniform(Detector):
         )
         if frozen:
             names = listed([f"{share:.0%} of {name}" for name, share in frozen], 3)
-            reason = f"Frozen are {names}, which is useless unless these weights were trained before."
+            reason = f"Frozen: {names}. This works only if these weights were trained before."
             remedy = "Load trained weights of the frozen parts, or set requires_grad=True for their parameters."
         elif first_update > self.limit("first_update"):
             reason = (

@@ -385,7 +385,7 @@ def test_rare_extreme_gradients_point_to_rows() -> None:
 def test_frozen_part_is_named_where_nothing_is_learned() -> None:
     history = with_losses([2.3] * 200, frozen_modules={"encoder": 0.96})
     (finding,) = [item for item in diagnose(history) if item.id == "no-better-than-uniform"]
-    assert "Frozen are 96% of encoder" in finding.why
+    assert "Frozen: 96% of encoder. " in finding.why
 
 
 def test_loss_of_a_scaler_is_no_high_loss() -> None:

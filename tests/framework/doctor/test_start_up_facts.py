@@ -94,7 +94,10 @@ def facts_of_shards() -> int:
     from torch.distributed.tensor.debug import CommDebugMode
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data.copy_(model[0].weight.data)
+    nn.init.zeros_(model[2].weight)
+    model[3].requires_grad_(False)
     fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     optimizer = torch.optim.Adam(model.parameters())
     with CommDebugMode() as collectives:
