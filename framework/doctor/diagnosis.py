@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from importlib import import_module
 
-from ..errors import RunNotice, describe_error, listed, warn
+import numpy as np
+
+from ..errors import RunNotice, describe_error, library_warnings_ignored, listed, warn
 from .detector import Detector, DetectorRegistry
 from .findings import Diagnosis, Finding, ranked
 from .history import History
@@ -31,7 +33,9 @@ def all_detectors() -> list[Detector]:
 
 def _findings_of(detector: Detector, history: History) -> Iterable[Finding]:
     try:
-        return list(detector.detect(history))
+        # Metrics may be infinite or NaN, about which NumPy warns in nearly every operation.
+        with np.errstate(all="ignore"), library_warnings_ignored():
+            return list(detector.detect(history))
     except Exception as error:
         warn(f"The detector {detector.name!r} failed and is left out: {describe_error(error)}", RunNotice)
         return []

@@ -1,5 +1,6 @@
 """Detectors of units: dead, growing, massive, and experts that get no tokens."""
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -100,7 +101,7 @@ class ActivationsGrow(Detector):
             if (
                 len(curve) >= 3
                 and curve.first > 1e-6
-                and curve.last / curve.first > self.limit("growth")
+                and self.limit("growth") < curve.last / curve.first < math.inf
                 and falls_short(history, 0.1)
             ):
                 yield self.finding(

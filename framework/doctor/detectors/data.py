@@ -1,5 +1,6 @@
 """Detectors of the data: repeated rows, order, scale, padding and labels."""
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -145,7 +146,7 @@ class InputsNotNormalised(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the first checked inputs are out of range."""
         mean, deviation = history.curve(f"{CHECKS}/input_mean"), history.curve(f"{CHECKS}/input_std")
-        if not len(deviation) or not deviation.first > 0:
+        if not 0 < deviation.first < math.inf or not math.isfinite(mean.first):
             return
         offset = abs(mean.first) / deviation.first
         is_large = deviation.first > self.limit("deviation")

@@ -375,7 +375,8 @@ class GradientJump(Detector):
         if step is None or not _loss_rose(history, step):
             return
         before, after = median_of(norms.between(step - 50, step - 1)), median_of(norms.between(step, step + 4))
-        if median_of(norms.between(step, step + int(self.limit("lasting")) - 1)) < before * self.limit("factor") / 2:
+        lasting = median_of(norms.between(step, step + int(self.limit("lasting")) - 1))
+        if not lasting >= before * self.limit("factor") / 2 or not after < math.inf:
             return
         yield self.finding(
             "warning",

@@ -129,7 +129,7 @@ def _follows_a_jump(history: History, step: int, limit: float) -> bool:
 
 def _factor(ratio: float) -> float:
     """Return the power of ten that brings an update ratio to at most 0.01."""
-    return float(10 ** max(1, math.ceil(math.log10(ratio / 0.01)))) if math.isfinite(ratio) else 1000.0
+    return float(10.0 ** max(1, math.ceil(math.log10(ratio / 0.01)))) if ratio < 1e300 else 1000.0
 
 
 def _text(lr: float) -> str:
@@ -201,7 +201,7 @@ class LearningRateTooLow(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if all updates at a steady learning rate are tiny."""
         ratios = update_ratios(history)
-        values = ratios.values[np.isfinite(ratios.values) & (ratios.values > 0)]
+        values = ratios.values[np.isfinite(ratios.values) & (ratios.values > 1e-300)]
         rising = is_warming_up(history)
         if not len(values) or rising or not gradient_norms(history).last > 0:
             return
@@ -213,7 +213,7 @@ class LearningRateTooLow(Detector):
         is_slow = highest < self.limit("ratio") and history.step >= 50 and loss_fall(history) < self.limit("fall")
         if not (at_once or is_slow):
             return
-        factor = 10 ** round(math.log10(1e-3 / highest))
+        factor = 10.0 ** round(-3 - math.log10(highest))
         yield self.finding(
             "warning",
             ratios.first_step,
@@ -415,6 +415,8 @@ class CosineRises(Detector):
         if len(curve) < 10 or not ("CosineAnnealingLR" in scheduler or not scheduler):
             return
         values = curve.values
+        if not np.isfinite(values).any():
+            return
         peak, first = float(np.nanmax(values)), int(np.nanargmax(values))
         lowest = np.minimum.accumulate(values[first:])
         has_risen = values[first:] > lowest + self.limit("rise") * peak
@@ -500,11 +502,13 @@ class LearningRateJump(Detector):
     def _growth(self, history: History, curve: Curve) -> Iterable[Finding]:
         """Yield a finding if the learning rate grows until the end, and the loss is far above its lowest level."""
         values, losses = curve.values, history.loss.values
-        highest, count = float(np.nanmax(values)), max(5, len(losses) // 20)
+        highest, count = float(np.max(values, initial=0.0, where=np.isfinite(values))), max(5, len(losses) // 20)
         ends_high = curve.last >= 0.5 * highest and highest > self.limit("growth") * values[0] > 0
         if len(losses) < 60 or not ends_high:
             return
         levels = [median_of(losses[start : start + count]) for start in range(0, len(losses) - count + 1, count)]
+        if not np.isfinite(levels).any():
+            return
         best = int(np.nanargmin(levels))
         last = end_level(history.loss)
         lowest_at = int(history.loss.steps[best * count])

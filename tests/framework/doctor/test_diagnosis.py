@@ -4,16 +4,18 @@ import copy
 import json
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import loopscope
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.cli import main
 from loopscope.doctor import Curve, Diagnosis, Evidence, Finding, History, diagnose, start_facts
 from loopscope.doctor.findings import ranked
+from loopscope.errors import RunNotice
 from loopscope.hooks import Series
 from loopscope.runs import read_history
 from torch import nn
@@ -449,3 +451,58 @@ def test_huge_integers_are_infinite() -> None:
     history = History()
     history.add(1, {"a/number": 10**400, "a/series": Series([1], [-(10**400)])})
     assert (history.last("a/number"), history.last("a/series")) == (math.inf, -math.inf)
+
+
+EXTREMES = [math.nan, math.inf, -math.inf, 0.0, -1.0, 5e-324, 1e-20, 1e20, 1e308]
+EXTREME_COUNTS = [0.0, 1.0, 2.0, 2.0**40]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> History:
+    """Return the history of a training of 70 steps with dropout and AdamW."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+    folder = tmp_path_factory.mktemp("recorded") / "run"
+    train(folder, torch.optim.AdamW(model.parameters(), lr=0.01), model, steps=70)
+    return read_history(folder)
+
+
+def with_values(recorded: History, values: dict[str, list[float]], status: str = "completed") -> History:
+    """Return the history with other values of some metrics."""
+    curves = {name: Curve.of_points(recorded.curves[name].steps.tolist(), new) for name, new in values.items()}
+    return replace(recorded, curves={**recorded.curves, **curves}, status=status)
+
+
+def holds_counts(curve: Curve) -> bool:
+    return all(value == int(value) for value in curve.values)
+
+
+def diagnose_without_warnings(history: History) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("error", RunNotice)  # of a detector that failed
+        diagnose(history).as_dict()
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_detectors_accept_runs_of_extreme_values(recorded: History, extreme: float) -> None:
+    """Also if all metrics but the counts have this value from the middle of the run on, or at all steps."""
+    numbers = {name: curve.values.tolist() for name, curve in recorded.curves.items() if not holds_counts(curve)}
+    middle = {
+        name: [*values[: len(values) // 2], *[extreme] * -(-len(values) // 2)] for name, values in numbers.items()
+    }
+    for values in (middle, {name: [extreme] * len(values) for name, values in numbers.items()}):
+        diagnose_without_warnings(with_values(recorded, values))
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(data=st.data(), status=st.sampled_from(["running", "completed"]))
+def test_detectors_accept_single_extreme_values(recorded: History, data: st.DataObject, status: str) -> None:
+    """Extreme numbers and counts, from a step on or at a single one: no detector fails or warns."""
+    names = data.draw(st.lists(st.sampled_from(sorted(recorded.curves)), min_size=1, max_size=12, unique=True))
+    changed = {name: recorded.curves[name].values.tolist() for name in names}
+    for name, values in changed.items():
+        place, length = data.draw(st.integers(0, len(values) - 1)), data.draw(st.sampled_from([1, len(values)]))
+        extremes = EXTREME_COUNTS if holds_counts(recorded.curves[name]) else EXTREMES
+        values[place : place + length] = [data.draw(st.sampled_from(extremes))] * len(values[place : place + length])
+    diagnose_without_warnings(with_values(recorded, changed, status))
