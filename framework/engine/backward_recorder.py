@@ -35,13 +35,20 @@ class BackwardRecorder:
         if not self._is_due:
             return
         described = self._described(loss, is_scaled=is_scaled)
+        index, names = len(loop.backward_passes), tuple[str, ...]()
         try:
-            leftover = () if loop.backward_passes else leftover_gradients(self._parameters)
+            # Between the passes of a step FSDP2 may keep gradients elsewhere than in ``.grad``.
+            if index == 0 or (index == 1 and not self._task.ranks.shards):
+                names = with_gradient(self._parameters)
         except Exception as error:
             self._hooks.leave_out_needing("needs_loss_graph", error)
             self._is_due, loop.backward_passes = False, ()
             return
-        record = described._replace(divisor=described.divisor * divisor, leftover_gradients=leftover)
+        record = described._replace(
+            divisor=described.divisor * divisor,
+            leftover_gradients=names if index == 0 else (),
+            accumulated_gradients=names if index == 1 else (),
+        )
         loop.backward_passes = (*loop.backward_passes, record)
 
     def _described(self, loss: Tensor, *, is_scaled: bool) -> BackwardPass:
@@ -57,7 +64,7 @@ class BackwardRecorder:
 
 
 @torch.no_grad()
-def leftover_gradients(parameters: dict[str, nn.Parameter]) -> tuple[str, ...]:
+def with_gradient(parameters: dict[str, nn.Parameter]) -> tuple[str, ...]:
     """Return the names of the parameters that have a gradient with a non-zero element, with one transfer per device."""
     trained = {name: value for name, value in parameters.items() if value.requires_grad and not value.is_meta}
     groups = groups_of(trained.values())

@@ -59,6 +59,10 @@ MASKED = -1e3
 """Number added to the scores of pairs below which they are masked."""
 LARGEST_SCALE = 5.0
 """Factor of logits up to which a cross-entropy starts near that of equal probabilities."""
+LIKELIHOODS = frozenset({"NllLoss", "NllLoss2D", "CtcLoss"})
+"""Losses that take log-probabilities."""
+NOT_LOGARITHMS = frozenset({"Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Relu", "Softmax"})
+"""Nodes whose output is certainly not that of a log-softmax."""
 SOFT_CROSS_ENTROPY = ("Div", "Neg", "Sum", "Mul", "LogSoftmax")
 """The mean that ``cross_entropy`` computes for targets that are probabilities."""
 
@@ -90,6 +94,7 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
         ignore_index=_ignore_index(nodes, names),
         **_target_facts(nodes, names),
         is_doubly_normalised=_is_doubly_normalised(names),
+        lacks_log_softmax=_lacks_log_softmax(nodes, names),
         is_modified=_has_other_terms(nodes, names) or _has_scaled_logits(nodes, names),
         is_rectified=_is_rectified(names),
         is_normalised_over_rows=_is_normalised_over_rows(nodes, names),
@@ -266,6 +271,24 @@ def _is_doubly_normalised(names: list[str]) -> bool:
     pairs = {"LogSoftmax": "Softmax", "BinaryCrossEntropyWithLogits": "Sigmoid"}
     remaining = [name for name in names if name not in VIEWS]
     return any(pairs.get(outer) == inner for outer, inner in pairwise(remaining))
+
+
+def _lacks_log_softmax(nodes: list[Any], names: list[str]) -> bool:
+    """Return whether a loss that takes log-probabilities gets the output of a layer, or probabilities."""
+    position = next((index for index, name in enumerate(names) if name in LIKELIHOODS), len(names))
+    node = next((node for node in nodes[position + 1 :] if operation_of(node) not in VIEWS), None)
+    if node is None:
+        return False
+    # A linear layer on several dimensions may add its bias to the product.
+    terms = [_without_views(term) for term in _inputs(node)] if operation_of(node) == "Add" else [node]
+    return any(operation_of(term) in NOT_LOGARITHMS for term in terms)
+
+
+def _without_views(node: Any) -> Any:
+    """Return the first node from this one on that is more than a view."""
+    while operation_of(node) in VIEWS and len(inputs := _inputs(node)) == 1:
+        (node,) = inputs
+    return node
 
 
 def _has_other_terms(nodes: list[Any], names: list[str]) -> bool:

@@ -33,6 +33,8 @@ class BackwardPass(NamedTuple):
     """The first targets of the cross-entropy, at most 64; empty if they are unknown."""
     is_doubly_normalised: bool = False
     """Whether a log-softmax is applied to probabilities of a softmax, or a BCE with logits to those of a sigmoid."""
+    lacks_log_softmax: bool = False
+    """Whether ``nll_loss`` or ``ctc_loss`` gets logits or probabilities instead of log-probabilities."""
     is_modified: bool = False
     """Whether a cross-entropy is one of several terms of the loss, or multiplies its logits by a number above 5, as
     losses with a margin do, so that it does not start near that of equal probabilities."""
@@ -51,3 +53,6 @@ class BackwardPass(NamedTuple):
     leftover_gradients: tuple[str, ...] = ()
     """Names of parameters with a non-zero gradient before the first backward pass of the step; of later micro-batches
     none."""
+    accumulated_gradients: tuple[str, ...] = ()
+    """Names of parameters with a non-zero gradient before the second backward pass of the step, which adds to it; of
+    other micro-batches, and if parameters are sharded, none."""

@@ -108,7 +108,7 @@ def unequal_numbers(expected: list[Any], measured: list[Any]) -> str:
 ON_HOST_ONLY = {
     f"training_checks/{name}"
     for name in (
-        *("input_mean", "input_std", "input_max_abs", "target_class_count", "target_top_fraction"),
+        *("input_mean", "input_std", "input_max_abs", "target_class_count", "target_top", "target_top_fraction"),
         *("ignored_target_fraction", "padding_fraction", "repeated_row_fraction", "duplicate_row_fraction"),
         "single_class_batch_fraction",
     )

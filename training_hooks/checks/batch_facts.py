@@ -97,7 +97,7 @@ def input_facts(parts: Sequence[BatchPart]) -> dict[str, float]:
 
 
 def target_facts(parts: Sequence[BatchPart], ignored: int = IGNORED) -> dict[str, float]:
-    """Return the number of classes, the share of the most frequent one, and the shares of ignored and padded targets.
+    """Return the number of classes, the most frequent one with its share, and the shares of ignored and padded targets.
 
     Shares of classes are those among the targets that are not ignored.
 
@@ -112,25 +112,29 @@ def target_facts(parts: Sequence[BatchPart], ignored: int = IGNORED) -> dict[str
     counted = elements[elements != ignored]
     facts = {"ignored_target_fraction": 1 - len(counted) / len(elements)}
     if len(counted):
-        counts = class_counts(counted)
-        facts |= {"target_class_count": len(counts), "target_top_fraction": int(counts.max()) / len(counted)}
+        classes, counts = class_counts(counted)
+        top = int(counts.argmax())
+        facts["target_class_count"] = len(counts)
+        facts |= {"target_top": int(classes[top]), "target_top_fraction": int(counts[top]) / len(counted)}
     if all(target.ndim == 2 for target in targets):
         padded = sum(padded_count(target, ignored) for target in targets)
         facts["padding_fraction"] = padded / len(elements)
     return facts
 
 
-def class_counts(elements: Tensor) -> Tensor:
-    """Return how often each class occurs, without classes that do not occur.
+def class_counts(elements: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the classes that occur, ascending, and how often each of them does.
 
     >>> class_counts(torch.tensor([4, 0, 4]))
-    tensor([1, 2])
+    (tensor([0, 4]), tensor([1, 2]))
     """
     smallest, largest = (int(value) for value in elements.aminmax())
     if smallest >= 0 and largest < MOST_BINS:
         counts = torch.bincount(elements)
-        return counts[counts > 0]
-    return torch.bincount(torch.unique(elements, return_inverse=True)[1])
+        classes = counts.nonzero().flatten()
+        return classes, counts[classes]
+    classes, counts = torch.unique(elements, return_counts=True)
+    return classes, counts
 
 
 def padded_count(targets: Tensor, ignored: int = IGNORED) -> int:

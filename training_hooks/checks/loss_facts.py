@@ -29,6 +29,7 @@ def loss_facts(passes: Sequence[BackwardPass], rows: int = 0) -> dict[str, float
         "loss_is_summed": int(any(is_summed(one, len(passes), rows) for one in passes)),
         "loss_divisor": passes[0].divisor,
         "doubly_normalised": int(any(one.is_doubly_normalised for one in passes)),
+        "lacks_log_softmax": int(any(one.lacks_log_softmax for one in passes)),
         "loss_is_broadcast": int(any(one.is_broadcast for one in passes)),
         "logits_rectified": int(any(one.is_rectified for one in passes)),
         "normalised_over_rows": int(any(one.is_normalised_over_rows for one in passes)),

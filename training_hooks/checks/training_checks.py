@@ -87,6 +87,9 @@ class TrainingChecks(TrainingHook):
             | Growing: the parameter has stopped learning.
         leftover_gradient_count | parameters with a non-zero gradient before the first backward pass of the step
             | 0, 1, 2, … | Above 0: nothing zeroes the gradients of the last step. Missing at step 1.
+        lost_gradient_fraction | share of the parameters with a gradient that had none, or 0, before the second backward
+            pass of the step; reported for steps of several micro-batches without sharded parameters | [0, 1]
+            | 1: something zeroes the gradients between the micro-batches.
         dead_units/<parameter> | rows of the weight's gradient that are exactly 0 / all rows; of linear layers and
             convolutions with a non-zero gradient | [0, 1]
             | Output units without any gradient in the step. High and lasting: dead units, often after a too high
@@ -104,6 +107,8 @@ class TrainingChecks(TrainingHook):
             | Should be the number of micro-batches for a mean loss. Tensors, such as numbers of tokens, are left out.
         doubly_normalised | 1 if a log-softmax gets the output of a softmax, or a BCE with logits that of a sigmoid
             | {0, 1} | 1: the loss expects logits, remove the normalisation of the model.
+        lacks_log_softmax | 1 if nll_loss or ctc_loss gets logits or probabilities, else 0 | {0, 1}
+            | 1: the loss expects the output of log_softmax.
         micro_batches | number of backward passes of the step | 1, 2, 3, … | Should be the intended accumulation.
         averages_micro_batches | 1 if the step has several micro-batches whose weights add up to 1 ± 0.1, or that are
             divided by a tensor, else 0; the weight of a mean is 1/divisor, that of a sum its targets/divisor; not
@@ -133,6 +138,8 @@ class TrainingChecks(TrainingHook):
             | 1 in every batch: see single_class_batch_fraction.
         target_top_fraction | share of the most frequent target among those that are not −100 | [0, 1]
             | Near 1: the classes are unbalanced, or padding counts as a target.
+        target_top | the most frequent target among those that are not −100, the smallest of several | an integer
+            | Changing between batches in which target_top_fraction is near 1: the data is sorted by class.
         ignored_target_fraction | share of targets that the loss ignores, by default those equal to −100 | [0, 1]
             | 1: the loss has no target.
         padding_fraction | share of targets in runs of at least three equal ids at the end of a row, of the id with
@@ -253,6 +260,9 @@ class TrainingChecks(TrainingHook):
         facts = loss_facts(ctx.backward_passes, rows)
         if ctx.backward_passes and ctx.step > 1:
             facts["leftover_gradient_count"] = len(ctx.backward_passes[0].leftover_gradients)
+        if len(ctx.backward_passes) > 1 and self._with_gradient and not ctx.ranks.shards:
+            lost = {*self._with_gradient} - {*ctx.backward_passes[1].accumulated_gradients}
+            facts["lost_gradient_fraction"] = len(lost) / len(self._with_gradient)
         if "look_ahead_fraction" in facts:
             facts |= token_facts(parts, ctx.backward_passes)
         metrics |= facts | self._data_metrics(parts, ctx) | module_modes(ctx.model)

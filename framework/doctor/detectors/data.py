@@ -8,7 +8,7 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from .levels import CHECKS, FEW_CLASSES, classes_of_batches, falls_short, is_sorted_by_class, median_of
+from .levels import CHECKS, FEW_CLASSES, are_tokens, classes_of_batches, falls_short, is_sorted_by_class, median_of
 from .losses import TrainValidationDiverging
 
 
@@ -63,6 +63,8 @@ class SortedByClass(Detector):
     applies_to = "classification with integer targets"
     thresholds = {
         "share": Threshold(0.75, "of the checked batches; shuffled batches of 8 rows have one class rarely"),
+        "top": Threshold(0.9, "of the targets of a batch; of shuffled data always the same class may reach it"),
+        "batches": Threshold(0.25, "of the checked batches that a class dominates, not always the same one"),
         "classes": Threshold(FEW_CLASSES, "of the classes that a batch of equally frequent ones would have"),
     }
     needs = (CHECKS,)
@@ -95,6 +97,13 @@ class SortedByClass(Detector):
                 "not shuffled, or all labels are equal."
             )
             evidence = Evidence(f"{CHECKS}/single_class_batch_fraction", curve.last, self.limit("share"), "0")
+        elif (dominated := self._dominated(history)) is not None:
+            share, count = dominated
+            problem = (
+                f"In {share:.0%} of the checked batches nearly all targets are the same class, and {count} different "
+                "classes are that of a batch: the data are sorted by class and not shuffled."
+            )
+            evidence = Evidence(f"{CHECKS}/target_top_fraction", share, self.limit("batches"), "0")
         else:
             counts = classes_of_batches(history)
             if counts is None or not is_sorted_by_class(history):
@@ -107,6 +116,18 @@ class SortedByClass(Detector):
             limit = self.limit("classes") * expected
             evidence = Evidence(f"{CHECKS}/target_class_count", found, limit, f"about {expected:.0f}")
         yield self.finding("warning", 1, problem, "Set shuffle=True in the DataLoader.", evidence, confidence=0.9)
+
+    def _dominated(self, history: History) -> tuple[float, int] | None:
+        """Return the share of the checked batches that one class dominates, and the number of such classes.
+
+        ``None`` for few such batches, for unbalanced data, in which it is always the same class, and for tokens.
+        """
+        fractions, tops = (history.curve(f"{CHECKS}/{name}") for name in ("target_top_fraction", "target_top"))
+        if are_tokens(history) or len(fractions) != len(tops) or len(fractions) < 3:
+            return None
+        is_dominated = fractions.values > self.limit("top")
+        share, count = float(is_dominated.mean()), len({*tops.values[is_dominated].tolist()})
+        return (share, count) if share > self.limit("batches") and count > 1 else None
 
 
 @DetectorRegistry.register

@@ -193,6 +193,59 @@ class LeftoverGradients(Detector):
 
 
 @DetectorRegistry.register
+class GradientsZeroedTooEarly(Detector):
+    """Finds gradients that are set to zero before the optimizer has used them."""
+
+    name = "gradients-zeroed-too-early"
+    symptom = "The loss does not fall, or not as it should with gradient accumulation"
+    cause = (
+        "optimizer.zero_grad() is called between backward() and step(), so that the update has no gradient, or before "
+        "every micro-batch, so that only the last one counts. Call it once per step, after optimizer.step()."
+    )
+    source = "torch.optim documentation: the order of backward, step and zero_grad"
+    thresholds = {"checks": Threshold(3, "checked steps, or all of them in a shorter run")}
+    needs = ("training_checks",)
+    explains = frozenset(
+        {
+            "optimizer-without-effect",
+            "learning-rate-too-low",
+            "loss-not-falling",
+            "no-better-than-uniform",
+            "clipping-too-strong",
+            "weight-decay-too-large",
+        }
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if several checked steps lost all gradients before their update or between micro-batches."""
+        norms, factors = gradient_norms(history), history.curve(f"{CHECKS}/clip_factor")
+        has_gradient = np.array([norms.at(int(step)) > 0 for step in factors.steps], dtype=bool)
+        is_lost = (factors.values == 0) & has_gradient
+        if len(is_lost) and int(is_lost.sum()) >= min(self.limit("checks"), len(is_lost)):
+            yield self.finding(
+                "critical",
+                factors.first_step_where(is_lost) or 0,
+                f"The gradients are set to zero before the update: their norm is {norms.last:.3g} after the backward "
+                "pass and 0 at optimizer.step().",
+                "Call in this order: loss.backward(), optimizer.step(), optimizer.zero_grad().",
+                Evidence(f"{CHECKS}/clip_factor", 0.0, None, "1, or below with clipping"),
+                confidence=0.97,
+            )
+        lost = history.curve(f"{CHECKS}/lost_gradient_fraction")
+        are_all = lost.values == 1
+        if len(are_all) and int(are_all.sum()) >= min(self.limit("checks"), len(are_all)):
+            yield self.finding(
+                "warning",
+                lost.first_step_where(are_all) or 0,
+                "The gradients are set to zero between the micro-batches of a step: no parameter had one when the "
+                "second backward pass started, so that only the last micro-batch counts.",
+                "Call optimizer.zero_grad() once per step, after optimizer.step().",
+                Evidence(f"{CHECKS}/lost_gradient_fraction", lost.last, 1.0, "0"),
+                confidence=0.9,
+            )
+
+
+@DetectorRegistry.register
 class VanishingGradients(Detector):
     """Finds weights whose gradient is tiny compared with that of the others."""
 

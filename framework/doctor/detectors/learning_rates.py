@@ -538,7 +538,10 @@ class WarmUpMissing(Detector):
     )
     source = "Liu et al., arXiv 1908.03265; Xiong et al., arXiv 2002.04745"
     applies_to = "Adam-type optimizers with a cross-entropy, in the first tenth of the training"
-    thresholds = {"rise": Threshold(1.3, "the highest early loss over the initial one; noise stays below 1.2")}
+    thresholds = {
+        "rise": Threshold(1.3, "the highest early loss over the initial one; noise stays below 1.2"),
+        "ratio": Threshold(0.01, "the largest early update; smaller ones do not raise the loss, but noise may"),
+    }
     needs = ("training_checks",)
     explains = frozenset({"loss-spike", "exploding-gradients"})
 
@@ -556,7 +559,11 @@ class WarmUpMissing(Detector):
         highest = float(smooth.max())
         recovers = start_level(loss, 1) > median_of(loss.values[-10:])
         is_new = loss.first > 0.5 * uniform_loss(history)  # a trained model that continues starts lower
+        ratios = update_ratios(history)
+        is_small = float(np.max(ratios.values[ratios.steps <= 20], initial=0.0)) < self.limit("ratio")
         if has_warm_up or not recovers or not is_new or highest < self.limit("rise") * loss.first:
+            return
+        if len(ratios) and is_small:
             return
         step = loss.first_step_where(loss.values > self.limit("rise") * loss.first) or 1
         yield self.finding(

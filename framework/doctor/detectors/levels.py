@@ -55,14 +55,18 @@ def uniform_loss(history: History) -> float:
     return loss if loss > 0 else math.nan
 
 
+def are_tokens(history: History) -> bool:
+    """Return whether the targets are sequences of tokens."""
+    return any(len(history.curve(f"{CHECKS}/{name}")) for name in ("padding_fraction", "target_shift"))
+
+
 def classes_of_batches(history: History) -> tuple[float, float] | None:
     """Return the median number of classes in a batch, and the expected one if all were equally frequent.
 
     ``None`` for tokens, whose frequencies differ, and for fewer than 8 expected classes.
     """
     rows, classes = history.settings.get("batch_size") or 0, history.last(f"{CHECKS}/class_count")
-    are_tokens = any(len(history.curve(f"{CHECKS}/{name}")) for name in ("padding_fraction", "target_shift"))
-    if are_tokens or not classes > 1:
+    if are_tokens(history) or not classes > 1:
         return None
     found = median_of(history.curve(f"{CHECKS}/target_class_count").values)
     expected = float(classes * (1 - (1 - 1 / classes) ** rows))

@@ -62,6 +62,39 @@ class DoublyNormalised(LossGraphDetector):
 
 
 @DetectorRegistry.register
+class LogSoftmaxMissing(LossGraphDetector):
+    """Finds a likelihood of outputs that are no log-probabilities."""
+
+    name = "log-softmax-missing"
+    symptom = "The loss is negative"
+    cause = (
+        "nll_loss and ctc_loss take log-probabilities, but get the logits or the probabilities of the model. Apply "
+        "log_softmax, or use cross_entropy in place of nll_loss."
+    )
+    source = "torch.nn.NLLLoss and CTCLoss: the input is expected to contain log-probabilities"
+    applies_to = "nll_loss and ctc_loss"
+    explains = frozenset(
+        {
+            "loss-unbounded",
+            "learning-rate-too-high",
+            "loss-not-falling",
+            "loss-rising",
+            "exploding-gradients",
+            "activations-grow",
+            "nonfinite",
+            "learning-rate-too-low",
+        }
+    )
+    metric = "lacks_log_softmax"
+    why = (
+        "nll_loss or ctc_loss gets logits or probabilities instead of log-probabilities, so that the loss is no "
+        "likelihood, and may fall without limit."
+    )
+    remedy = "Apply torch.log_softmax(logits, dim=-1) before the loss, or use cross_entropy in place of nll_loss."
+    confidence = 0.97
+
+
+@DetectorRegistry.register
 class LossBroadcast(LossGraphDetector):
     """Finds a loss that compares every output with every target of the batch."""
 
@@ -309,11 +342,17 @@ class InitialLossHigh(Detector):
         "normalised, or a summed loss."
     )
     source = "Karpathy, A Recipe for Training Neural Networks (2019): verify the loss at initialisation"
-    applies_to = "cross-entropy, at the first step; a remark if a part of the model is frozen, as in fine-tuning"
+    applies_to = (
+        "cross-entropy, at the first step; a remark if a part of the model is frozen, or if inputs and initial weights "
+        "have usual scales, as in fine-tuning"
+    )
     thresholds = {
         "factor": Threshold(
             3.5, "usual initialisations give 1.0 to 1.5 times ln(C), new heads on other features up to 3.4"
-        )
+        ),
+        "weights": Threshold(3.0, "times 1/√fan_in; usual initialisations give 0.5 to 1.5"),
+        "inputs": Threshold(3.0, "mean or standard deviation of inputs, which are normalised below it"),
+        "certain": Threshold(30.0, "times ln(C), which no model gives that was trained before"),
     }
     needs = (CHECKS,)
     explains = frozenset({"exploding-gradients", "learning-rate-too-high"})
@@ -328,7 +367,10 @@ class InitialLossHigh(Detector):
             return
         if history.facts.get("scaler") and first > LEAST_SCALE * uniform:
             return  # the loss times the factor of a loss scaler
-        is_pretrained = bool(history.facts.get("frozen_modules"))  # and its logits may be large for other data
+        # The logits of a model that was trained before may be large for other data.
+        is_pretrained = bool(history.facts.get("frozen_modules")) or (
+            first < self.limit("certain") * uniform and self._has_usual_scales(history)
+        )
         when = (
             "for a model that was trained before, other data may be the reason"
             if is_pretrained
@@ -342,6 +384,12 @@ class InitialLossHigh(Detector):
             Evidence(f"{CHECKS}/loss", first, self.limit("factor") * uniform, f"about {uniform:.3g}"),
             confidence=0.8,
         )
+
+    def _has_usual_scales(self, history: History) -> bool:
+        """Return whether the initial weights of all layers and the inputs, of numbers, have usual sizes."""
+        _, largest = (history.facts.get("weight_scales") or {}).get("largest", ("", math.inf))
+        mean, deviation = (history.curve(f"{CHECKS}/{name}").first for name in ("input_mean", "input_std"))
+        return largest < self.limit("weights") and max(abs(mean), deviation) < self.limit("inputs")
 
 
 @DetectorRegistry.register

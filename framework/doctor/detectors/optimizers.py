@@ -162,6 +162,7 @@ class WeightsShrink(Detector):
     thresholds = {
         "shrinkage": Threshold(0.5, "of the initial norm; trainings that work keep or raise it"),
         "per_step": Threshold(0.02, "a weight without gradient is halved within 35 steps; usual are 1e-6 to 1e-3"),
+        "usual": Threshold(1e-3, "up to which decay only shrinks weights that have hardly any gradient"),
     }
     needs = ("parameter_norms",)
     explains = frozenset(
@@ -192,14 +193,15 @@ class WeightsShrink(Detector):
                 confidence=0.9,
             )
             return
-        if len(norms) < 2 or not norms.first > 0 or not decay > 0:
+        if len(norms) < 2 or not norms.first > 0 or not decay > self.limit("usual"):
             return
         share = norms.last / norms.first
         is_failing = falls_short(history, 0.3)
         if share < self.limit("shrinkage") and is_failing:
+            has_shrunk = norms.values < self.limit("shrinkage") * norms.first
             yield self.finding(
                 "critical" if share < 0.1 else "warning",
-                norms.first_step,
+                norms.first_step_where(has_shrunk) or norms.last_step,
                 f"The weights have shrunk to {share:.0%} of their initial norm under a weight decay of {decay:g}, and "
                 "the loss does not fall.",
                 "Use weight_decay=0.01 with AdamW, or 1e-4 with SGD.",

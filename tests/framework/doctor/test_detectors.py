@@ -405,3 +405,65 @@ def test_hook_that_failed_is_missing_from_the_diagnosis() -> None:
     history.status = "completed"
     (sentence,) = diagnose(history).missing
     assert sentence == f"The diagnosis is incomplete: {history.left_out['training_checks']}."
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(0.0, True), (1e-6, False)])
+def test_gradients_zeroed_before_the_update_are_found(factor: float, expected: bool) -> None:
+    history = History()
+    history.add(3, {"training_checks/grad_norm": Series([1, 2, 3], [1.0] * 3)})
+    history.add(3, {"training_checks/clip_factor": Series([1, 2, 3], [factor] * 3)})
+    assert ("gradients-zeroed-too-early" in ids(history)) is expected
+
+
+@pytest.mark.parametrize(("lost", "expected"), [(1.0, True), (0.5, False)])
+def test_gradients_zeroed_between_micro_batches_are_found(lost: float, expected: bool) -> None:
+    """Half of the parameters may belong to the second of two losses."""
+    history = History()
+    history.add(3, {"training_checks/lost_gradient_fraction": Series([1, 2, 3], [lost] * 3)})
+    assert ("gradients-zeroed-too-early" in ids(history)) is expected
+
+
+@pytest.mark.parametrize(
+    ("fractions", "tops", "expected"),
+    [
+        ([1.0, 1.0, 0.6, 1.0], [0, 0, 1, 2], True),
+        ([1.0, 1.0, 1.0, 0.95], [0, 0, 0, 0], False),
+        ([0.6, 0.5, 0.4, 0.6], [0, 1, 2, 3], False),
+    ],
+    ids=["sorted", "unbalanced", "shuffled"],
+)
+def test_batches_of_changing_single_classes_are_sorted(fractions: list[float], tops: list[int], expected: bool) -> None:
+    history = History(settings={"batch_size": 40})
+    steps = [1, 2, 3, 5]
+    history.add(5, {"training_checks/class_count": 6, "training_checks/single_class_batch_fraction": 0.5})
+    history.add(5, {"training_checks/target_top_fraction": Series(steps, fractions)})
+    history.add(5, {"training_checks/target_top": Series(steps, tops)})
+    assert ("data-sorted-by-class" in ids(history)) is expected
+
+
+@pytest.mark.parametrize(("decay", "expected"), [(5e-4, False), (0.5, True)])
+def test_usual_weight_decay_is_no_cause(decay: float, expected: bool) -> None:
+    """Weights that hardly get a gradient shrink under any decay."""
+    history = with_losses([2.3] * 200, groups=[{"optimizer": "Adam", "lr": 1e-3, "weight_decay": decay}])
+    history.add(200, {"parameter_norms/total_weight_norm": Series([1, 51, 101], [10.0, 3.0, 2.0])})
+    assert ("weight-decay-too-large" in ids(history)) is expected
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(4e-4, False), (0.2, True)])
+def test_small_updates_need_no_warm_up(ratio: float, expected: bool) -> None:
+    """Losses of single batches rise by noise, too."""
+    losses = [7.4, 9.0, 10.3, 9.9, 9.7, *np.linspace(9.0, 1.0, 195)]
+    history = with_losses(list(losses))
+    history.curves.pop("training_checks/update_ratio")
+    history.add(3, {"training_checks/update_ratio": Series([1, 2, 3], [ratio] * 3)})
+    assert ("warm-up-missing" in ids(history)) is expected
+
+
+@pytest.mark.parametrize(
+    ("largest", "deviation", "expected"), [(0.9, 1.0, False), (17.0, 1.0, True), (0.9, 80.0, True)]
+)
+def test_high_first_loss_needs_unusual_scales(largest: float, deviation: float, expected: bool) -> None:
+    """With usual weights and inputs it is that of a model that was trained before."""
+    history = with_losses([9.4] * 3, weight_scales={"count": 3, "median": 0.7, "largest": ["out.weight", largest]})
+    history.add(3, {"training_checks/input_mean": 0.1, "training_checks/input_std": deviation})
+    assert ("initial-loss-high" in ids(history)) is expected

@@ -8,7 +8,7 @@ import pytest
 import torch
 from loopscope import attach
 from loopscope.engine import backward_recorder
-from loopscope.engine.backward_recorder import leftover_gradients
+from loopscope.engine.backward_recorder import with_gradient
 from loopscope.engine.loss_graph import describe_loss
 from loopscope.errors import RunNotice
 from loopscope.hooks import BackwardPass, HookPoint, StepSchedule
@@ -69,11 +69,13 @@ def test_custom_loop_reports_gradients_that_nothing_zeroes(tmp_path: Path) -> No
         assert passes[2][0].reduction == "sum"
 
 
-def test_later_micro_batches_have_no_leftover_gradients(tmp_path: Path) -> None:
+def test_second_micro_batches_add_to_gradients(tmp_path: Path) -> None:
     passes: Passes = {}
     three_steps(tmp_path, reader(passes), accumulate=2)
     assert [len(described) for described in passes.values()] == [2, 2, 2]
     assert not any(one.leftover_gradients for described in passes.values() for one in described)
+    assert all(first.accumulated_gradients == () for first, _ in passes.values())
+    assert all(second.accumulated_gradients == ("weight", "bias") for _, second in passes.values())
 
 
 def test_first_evaluation_of_a_closure_is_described(tmp_path: Path) -> None:
@@ -105,14 +107,14 @@ def test_gradients_computed_by_the_loop_have_no_description(tmp_path: Path) -> N
     assert passes == {1: ()}
 
 
-def test_leftover_gradients_are_those_that_are_not_zero() -> None:
+def test_gradients_of_zeros_count_as_none() -> None:
     values: dict[str, nn.Parameter] = {name: nn.Parameter(torch.ones(2)) for name in ("a", "b", "c", "frozen")}
     values["a"].grad, values["b"].grad = torch.tensor([0.0, 1e-30]), torch.zeros(2)
     values["frozen"].requires_grad_(False).grad = torch.ones(2)
     values["sparse"] = nn.Parameter(torch.ones(3, 2))
     values["sparse"].grad = torch.eye(3, 2).to_sparse()
-    assert leftover_gradients(values) == ("a", "sparse")
-    assert leftover_gradients({}) == ()
+    assert with_gradient(values) == ("a", "sparse")
+    assert with_gradient({}) == ()
 
 
 class Token:

@@ -105,6 +105,46 @@ def test_sigmoid_before_bce_with_logits_is_found() -> None:
     assert not describe_loss(F.binary_cross_entropy_with_logits(logits(), targets)).is_doubly_normalised
 
 
+TARGETS = torch.tensor([0, 1] * (ROWS // 2) + [0] * (ROWS % 2))
+
+
+def through_layer(*shape: int) -> Tensor:
+    """Return the output of a linear layer with bias, shape (..., CLASSES)."""
+    return nn.Linear(5, CLASSES)(torch.randn(*shape, 5))
+
+
+def ctc(values: Tensor) -> Tensor:
+    """Return the CTC loss of outputs of shape (7, ROWS, CLASSES) for two labels in each row."""
+    labels = torch.ones(ROWS, 2, dtype=torch.int64)
+    return F.ctc_loss(values, labels, torch.full((ROWS,), 7), torch.full((ROWS,), 2))
+
+
+WITHOUT_LOGARITHMS = {
+    "logits": lambda: F.nll_loss(through_layer(ROWS), TARGETS),
+    "probabilities": lambda: F.nll_loss(through_layer(ROWS).softmax(-1), TARGETS),
+    "pixels": lambda: F.nll_loss(nn.Conv2d(2, CLASSES, 1)(torch.randn(1, 2, 3, 3)), torch.zeros(1, 3, 3).long()),
+    "ctc": lambda: ctc(through_layer(ROWS, 7).transpose(0, 1)),
+    "ctc of a view": lambda: ctc(nn.Linear(5, CLASSES)(torch.randn(ROWS, 7, 5).transpose(0, 1))),
+}
+WITH_LOGARITHMS = {
+    "cross-entropy": lambda: F.cross_entropy(through_layer(ROWS), TARGETS),
+    "log-softmax": lambda: F.nll_loss(through_layer(ROWS).log_softmax(-1), TARGETS),
+    "logarithm": lambda: F.nll_loss(through_layer(ROWS).softmax(-1).log(), TARGETS),
+    "ctc": lambda: ctc(through_layer(ROWS, 7).log_softmax(-1).transpose(0, 1)),
+    "sum of logarithms": lambda: F.nll_loss(through_layer(ROWS).log_softmax(-1) + torch.randn(CLASSES), TARGETS),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_LOGARITHMS)
+def test_likelihoods_without_logarithms_are_found(name: str) -> None:
+    assert describe_loss(WITHOUT_LOGARITHMS[name]()).lacks_log_softmax
+
+
+@pytest.mark.parametrize("name", WITH_LOGARITHMS)
+def test_likelihoods_of_logarithms_are_right(name: str) -> None:
+    assert not describe_loss(WITH_LOGARITHMS[name]()).lacks_log_softmax
+
+
 def test_path_has_names_and_a_limit() -> None:
     loss = cross_entropy() / 2
     assert describe_loss(loss).loss_operations[:3] == ("DivBackward0", "NllLossBackward0", "LogSoftmaxBackward0")

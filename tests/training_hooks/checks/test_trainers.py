@@ -34,6 +34,7 @@ def test_trainer_of_transformers_is_sound(tmp_path: Path) -> None:
         "doubly_normalised",
         "without_gradient_count",
         "leftover_gradient_count",
+        "lost_gradient_fraction",
         "model_in_eval",
     )
     assert {name: metrics[name] for name in zeros} == dict.fromkeys(zeros, 0)
@@ -49,3 +50,4 @@ def test_lightning_is_sound(tmp_path: Path) -> None:
     assert (metrics["micro_batches"], metrics["averages_micro_batches"], metrics["loss_divisor"]) == (2, 1, 2)
     assert metrics["class_count"] == 7
     assert metrics["update_ratio"] > 0
+    assert metrics["lost_gradient_fraction"] == 0

@@ -101,7 +101,7 @@ def test_sound_training_has_no_suspicious_numbers(tmp_path: Path) -> None:
     found = run(tmp_path, prepare=lambda model: model.unused.requires_grad_(False))
     for metrics in found.values():
         zeros = ("without_gradient_count", "never_gradient_count", "unchanged_count", "loss_is_summed")
-        zeros += ("doubly_normalised", "float16_used", "eval_mode_count", "model_in_eval")
+        zeros += ("doubly_normalised", "lacks_log_softmax", "float16_used", "eval_mode_count", "model_in_eval")
         assert {name: metrics[name] for name in zeros} == dict.fromkeys(zeros, 0)
         assert (metrics["micro_batches"], metrics["class_count"], metrics["clip_factor"]) == (1, CLASSES, 1)
         assert metrics["uniform_loss"] == pytest.approx(math.log(CLASSES))
@@ -154,6 +154,16 @@ def test_gradients_that_nothing_zeroes_are_counted(tmp_path: Path) -> None:
     assert [found[step]["leftover_gradient_count"] for step in (2, 3)] == [4, 4]
 
 
+@pytest.mark.parametrize(("zeroes", "expected"), [(True, 1), (False, 0)])
+def test_gradients_zeroed_between_micro_batches_are_lost(tmp_path: Path, zeroes: bool, expected: float) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        model.zero_grad() if zeroes else None
+        return mean_loss(model, batch) / 2
+
+    found = run(tmp_path, loss=loss, accumulate=2)
+    assert {metrics["lost_gradient_fraction"] for metrics in found.values()} == {expected}
+
+
 def test_dead_units_are_a_share_of_rows(tmp_path: Path) -> None:
     def kill(model: Any) -> None:
         with torch.no_grad():
@@ -172,6 +182,7 @@ LOSSES: dict[str, tuple[Callable[[nn.Module, Any], Tensor], Metrics]] = {
         lambda model, batch: F.cross_entropy(model(batch[0]).softmax(-1), batch[1]),
         {"doubly_normalised": 1, "loss_is_summed": 0},
     ),
+    "likelihood": (lambda model, batch: F.nll_loss(model(batch[0]), batch[1]), {"lacks_log_softmax": 1}),
     "mse": (lambda model, batch: model(batch[0]).square().mean(), {"class_count": 0, "loss_is_summed": 0}),
 }
 
@@ -209,6 +220,7 @@ def test_repeated_data_and_single_classes_are_reported(tmp_path: Path) -> None:
     assert [found[step]["repeated_row_fraction"] for step in (1, 2, 3)] == [0, 1, 0]
     assert found[3]["duplicate_row_fraction"] == 1 - 1 / ROWS
     assert found[3]["single_class_batch_fraction"] == 1 / 3
+    assert (found[3]["target_top"], found[3]["target_top_fraction"]) == (1, 1)
 
 
 def test_modules_in_eval_mode_are_counted(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ RESUMED = ("FSDP2",)
 OF_A_RANK = re.compile("gradient_overflow/histories/(activations|output_gradients)/.*")
 """Remembered tensors that differ between ranks."""
 OF_OWN_ROWS = re.compile(
-    "training_checks/(duplicate_row_fraction|repeated_row_fraction|target_class_count|target_top_fraction"
+    "training_checks/(duplicate_row_fraction|repeated_row_fraction|target_class_count|target_top|target_top_fraction"
     "|single_class_batch_fraction|rows/seen)"
 )
 """Metrics and remembered tensors of the rows that a rank has itself."""

@@ -161,6 +161,28 @@ def log_softmax_over_the_batch(recorder: Recorder) -> None:
     mlp_training(loss=loss).run(recorder)
 
 
+@fault("mlp", causes.NO_LOG_SOFTMAX)
+def nll_loss_of_logits(recorder: Recorder) -> None:
+    """The loss of a perceptron is nll_loss, which gets its logits."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        points, labels = batch
+        return functional.nll_loss(model(points), labels)
+
+    mlp_training(loss=loss).run(recorder)
+
+
+@fault("cnn", causes.NO_LOG_SOFTMAX)
+def nll_loss_of_probabilities(recorder: Recorder) -> None:
+    """A network of images ends with a softmax, and nll_loss gets its probabilities."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        pixels, labels = batch
+        return functional.nll_loss(model(pixels).softmax(-1), labels)
+
+    cnn_training(lambda model: sgd(model, lr=0.05), loss=loss).run(recorder)
+
+
 @fault("mlp", causes.DROPOUT, knowable=0)
 def dropout_of_nearly_all_inputs(recorder: Recorder) -> None:
     """A perceptron has dropout of 0.9, where keeping 0.9 was meant."""
@@ -294,6 +316,16 @@ def images_sorted_by_class(recorder: Recorder) -> None:
     order = labels.argsort(stable=True)
     rows = loader(TensorDataset(pixels[order], labels[order]), shuffle=False)
     cnn_training(lambda model: sgd(model, lr=0.05), batches=rows, epochs=5).run(recorder)
+
+
+@fault("mlp", causes.SORTED_DATA)
+def points_of_few_classes_sorted(recorder: Recorder) -> None:
+    """The rows of three classes are sorted, so that a batch in four has rows of two classes."""
+    points, labels = clusters(1280, 1).tensors
+    chosen = (labels < 3).nonzero().flatten()
+    order = chosen[labels[chosen].argsort(stable=True)]
+    rows = loader(TensorDataset(points[order], labels[order]), shuffle=False)
+    mlp_training(batches=rows, epochs=12).run(recorder)
 
 
 @fault("lstm", causes.SORTED_DATA)

@@ -52,7 +52,7 @@ def gradients_are_zeroed_once_per_epoch(recorder: Recorder) -> None:
                 optimizer.step()
 
 
-@fault("mlp", causes.NO_EFFECT)
+@fault("mlp", causes.ZEROED_EARLY)
 def zero_grad_between_backward_and_step(recorder: Recorder) -> None:
     """The loop of a perceptron zeroes the gradients after backward and before the step."""
     model = mlp()
@@ -63,6 +63,33 @@ def zero_grad_between_backward_and_step(recorder: Recorder) -> None:
                 scope.backward(class_loss(model, batch))
                 optimizer.zero_grad()
                 optimizer.step()
+
+
+@fault("cnn", causes.ZEROED_EARLY)
+def gradients_are_zeroed_before_steps_of_adamw(recorder: Recorder) -> None:
+    """The gradients become zeros before the step, so that only weight decay changes the weights."""
+    model = ConvNet()
+    optimizer, rows = adamw(model), loader(images(1280, 1))
+    with recorder.attach(model, optimizer) as scope:
+        for _ in range(4):
+            for batch in scope.batches(rows):
+                scope.backward(class_loss(model, batch))
+                optimizer.zero_grad(set_to_none=False)
+                optimizer.step()
+
+
+@fault("lstm", causes.ZEROED_EARLY)
+def gradients_are_zeroed_between_micro_batches(recorder: Recorder) -> None:
+    """The loop of an LSTM zeroes the gradients before each of four micro-batches."""
+    model = LstmClassifier()
+    optimizer, rows = adam(model, lr=1e-3), loader(waves(1280, 1))
+    with recorder.attach(model, optimizer, accumulate=4) as scope:
+        for _ in range(6):
+            for index, batch in enumerate(scope.batches(rows), start=1):
+                optimizer.zero_grad()
+                scope.backward(class_loss(model, batch) / 4)
+                if index % 4 == 0:
+                    optimizer.step()
 
 
 @fault("cnn", causes.NO_EFFECT)
