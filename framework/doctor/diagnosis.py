@@ -50,6 +50,8 @@ def _missing(history: History) -> list[str]:
     if absent := sorted(needed - recorded):
         advice = "run with the group 'health' of hooks for a complete diagnosis"
         sentences.append(f"The record has no {listed(absent)}; {advice}.")
+    if not len(history.loss) and (history.is_over or history.step):
+        sentences.append("No step with a loss was recorded, so hardly anything could be checked.")
     if not history.is_over and history.curves:
         sentences.append("The training is in progress; some findings, such as no-better-than-uniform, need its end.")
     return sentences

@@ -23,6 +23,8 @@ IGNORED = -100
 """The target that torch's losses ignore."""
 LEAST_RUN = 3
 """Equal targets at the end of a row that count as padding."""
+MOST_INSIDE = 0.1
+"""Share of the padding's id that may occur before the ends of rows; more is a frequent target, such as "no entity"."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,8 @@ def class_counts(elements: Tensor) -> tuple[Tensor, Tensor]:
 def padded_count(targets: Tensor, ignored: int = IGNORED) -> int:
     """Return the number of targets in trailing runs of padding, of a matrix with a row for each sequence.
 
-    The padding is an id with which most rows end. A run has at least three equal ids; ids that the
-    loss ignores are no padding here, and rows of zeros and ones are no sequences.
+    The padding is an id with which most rows end, and that hardly occurs elsewhere. A run has at least three equal ids;
+    ids that the loss ignores are no padding here, and rows of zeros and ones are no sequences.
 
     >>> padded_count(torch.tensor([[5, 6, 9, 9, 9], [7, 9, 9, 9, 9], [1, 2, 3, 4, 9]]))
     7
@@ -153,6 +155,9 @@ def padded_count(targets: Tensor, ignored: int = IGNORED) -> int:
         return 0
     # the number of positions after which only the padding follows
     runs = (targets.flip(1) == padding).long().cumprod(dim=1).sum(dim=1)
+    total = int((targets == padding).sum())
+    if total - int(runs.sum()) > MOST_INSIDE * total:
+        return 0
     return int(runs[runs >= LEAST_RUN].sum())
 
 

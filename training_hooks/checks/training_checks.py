@@ -143,8 +143,9 @@ class TrainingChecks(TrainingHook):
         ignored_target_fraction | share of targets that the loss ignores, by default those equal to −100 | [0, 1]
             | 1: the loss has no target.
         padding_fraction | share of targets in runs of at least three equal ids at the end of a row, of the id with
-            which most rows end; of targets with two dimensions, and of tokens without separate targets, if the
-            cross-entropy counts all targets alike | [0, 1] | Above 0: padding counts as a target. Replace it by −100.
+            which most rows end, if it hardly occurs elsewhere; of targets with two dimensions, and of tokens without
+            separate targets, if the cross-entropy counts all targets alike | [0, 1]
+            | Above 0: padding counts as a target. Replace it by −100.
         repeated_row_fraction | share of the batch's rows that an earlier step of the epoch had | [0, 1]
             | Above 0: the loader draws with replacement, or the epoch has the data twice. Missing rows: only those of
             the first 200 steps and of checked steps are known.

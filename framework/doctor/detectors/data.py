@@ -115,7 +115,12 @@ class SortedByClass(Detector):
             )
             limit = self.limit("classes") * expected
             evidence = Evidence(f"{CHECKS}/target_class_count", found, limit, f"about {expected:.0f}")
-        yield self.finding("warning", 1, problem, "Set shuffle=True in the DataLoader.", evidence, confidence=0.9)
+        remedy = "Set shuffle=True in the DataLoader."
+        tops = history.curve(f"{CHECKS}/target_top").values
+        if curve.last == 1 and len({*tops.tolist()}) == 1:
+            problem = f"All targets of all checked batches are the class {tops[0]:g}: the labels are equal, or sorted."
+            remedy = "Print the labels of the data set; if they differ, set shuffle=True in the DataLoader."
+        yield self.finding("warning", 1, problem, remedy, evidence, confidence=0.9)
 
     def _dominated(self, history: History) -> tuple[float, int] | None:
         """Return the share of the checked batches that one class dominates, and the number of such classes.
@@ -145,6 +150,7 @@ class InputsNotNormalised(Detector):
     thresholds = {
         "deviation": Threshold(10.0, "standard deviation; normalised inputs have 1, embeddings up to 5"),
         "offset": Threshold(10.0, "absolute mean in standard deviations"),
+        "kept": Threshold(0.05, "largest activation over the inputs; below it the model normalises them itself"),
         "small": Threshold(0.005, "standard deviation below which inputs hardly matter next to biases"),
     }
     needs = (CHECKS,)
@@ -175,6 +181,9 @@ class InputsNotNormalised(Detector):
         is_small = deviation.first < self.limit("small") and abs(mean.first) < 1
         if not (is_large or is_offset or is_small):
             return
+        outputs = [curve.first for curve in history.family("activations/rms").values()]
+        if outputs and not is_small and max(outputs) < self.limit("kept") * max(abs(mean.first), deviation.first):
+            return  # the model normalises them itself
         metric, value, limit = (
             ("input_std", deviation.first, self.limit("deviation"))
             if is_large

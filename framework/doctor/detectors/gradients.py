@@ -177,6 +177,10 @@ class LeftoverGradients(Detector):
         outside = int(history.facts.get("without_optimizer", {}).get("count", 0))
         trainable = max(int(history.facts.get("trainable", 0)) - outside, 1)
         is_left = (leftover.values - outside) / trainable > self.limit("share")
+        if "parameter_norms" in history.hooks:
+            # Gradients that wait for an update accumulate on purpose; OptimizerNotStepped looks at these.
+            updates = {*history.curve("parameter_norms/total_clipped_grad_norm").steps.tolist()}
+            is_left &= np.array([step - 1 in updates for step in leftover.steps.tolist()], dtype=bool)
         # A loop that zeroes gradients once per epoch has none at some of the steps.
         if not len(is_left) or int(is_left.sum()) < min(self.limit("checks"), len(is_left)):
             return
@@ -189,6 +193,92 @@ class LeftoverGradients(Detector):
             "Call optimizer.zero_grad() after every optimizer.step().",
             Evidence("training_checks/leftover_gradient_count", count, 0, "0"),
             confidence=0.97,
+        )
+
+
+@DetectorRegistry.register
+class OptimizerNotStepped(Detector):
+    """Finds a loop that never steps its optimizer, and one whose accumulation attach does not know."""
+
+    name = "optimizer-not-stepped"
+    symptom = "The loss does not change, or leftover gradients are reported under gradient accumulation"
+    cause = (
+        "optimizer.step() is missing, or it follows several backward passes, each of which attach counts as a step. "
+        "Call it, or pass their number as accumulate= to attach."
+    )
+    source = "torch.optim documentation: taking an optimization step"
+    applies_to = "custom loops"
+    thresholds = {"passes": Threshold(64, "without an update while the training runs; at its end three are enough")}
+    needs = (CHECKS, "parameter_norms")
+    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "gradients-not-zeroed", "exploding-gradients"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if there are several backward passes for each update, or no update at all."""
+        if "parameter_norms" not in history.hooks or history.facts.get("scaler"):
+            return
+        passes = history.curve(f"{CHECKS}/grad_norm")
+        updates = history.curve("parameter_norms/total_clipped_grad_norm")
+        # Optimizers with a closure step without PRE_UPDATE, but weight_updates sees their updates.
+        is_unused = not len(updates) and not len(history.curve("weight_updates/update_ratio_median"))
+        if is_unused and len(passes) >= (3 if history.is_over else self.limit("passes")):
+            yield self.finding(
+                "critical",
+                1,
+                f"optimizer.step() was not called after any of {len(passes):,} backward passes, so no weight changes.",
+                "Call optimizer.step() after scope.backward(loss), then optimizer.zero_grad().",
+                Evidence(f"{CHECKS}/update_ratio", "missing", None, "1e-4 to 1e-2"),
+                confidence=0.95,
+            )
+        if len(updates) < 3:
+            return
+        period = float(np.median(np.diff(updates.steps)) / np.median(np.diff(passes.steps)))
+        if period >= 2:
+            yield self.finding(
+                "info",
+                1,
+                f"optimizer.step() follows every {period:g} backward passes, and attach counts each pass as a step.",
+                f"Pass accumulate={period:g} to loopscope.attach, so that they are micro-batches of one step.",
+                Evidence("parameter_norms/total_clipped_grad_norm", period, 1.0, "1 backward pass for each step"),
+                confidence=0.9,
+            )
+
+
+@DetectorRegistry.register
+class GradientsAllZero(Detector):
+    """Finds a training in which no parameter has a gradient any more."""
+
+    name = "gradients-all-zero"
+    symptom = "The loss stops at a value and stays there exactly"
+    cause = (
+        "All gradients are exactly 0 although the loss is not: the outputs have collapsed to a constant, as under a "
+        "loss with a margin, all units are dead, or the loss no longer depends on the parameters."
+    )
+    source = "Hermans et al., arXiv 1703.07737, on the collapse of triplet losses at the margin"
+    thresholds = {"steps": Threshold(10, "in a row and up to now; single batches may have no error")}
+    needs = (CHECKS,)
+    explains = frozenset(
+        {"dead-units", "loss-not-falling", "layers-stop-learning", "vanishing-gradients", "optimizer-without-effect"}
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the gradient was above 0 and is 0 since several steps, at a loss that is not 0."""
+        norms = gradient_norms(history)
+        trained = np.flatnonzero(norms.values != 0)
+        if not len(trained) or history.loss.last == 0:
+            return
+        since = int(trained[-1]) + 1
+        if len(norms) - since < self.limit("steps"):
+            return
+        step = int(norms.steps[since])
+        yield self.finding(
+            "critical",
+            step,
+            f"All gradients are exactly 0 since step {step:,}, at a loss of {history.loss.last:.4g}: the model no "
+            "longer learns.",
+            "Print the outputs of a few rows: are they equal? Then lower the learning rate, or change what lets them "
+            "collapse, such as a margin or a missing negative term.",
+            Evidence(f"{CHECKS}/grad_norm", 0.0, None, "above 0"),
+            confidence=0.9,
         )
 
 

@@ -346,6 +346,7 @@ class ScheduleEndsEarly(Detector):
     thresholds = {
         "level": Threshold(0.005, "below 0.5 % of the peak a step has no effect; usual final values are 1 to 10 %"),
         "share": Threshold(0.35, "the share of the training that is spent there; cosine schedules spend 5 %"),
+        "nothing": Threshold(1e-4, "of the peak, from which no schedule returns; for trainings in progress"),
     }
     needs = ("training_metrics",)
     explains = frozenset(
@@ -368,7 +369,7 @@ class ScheduleEndsEarly(Detector):
         total = max(history.planned_steps or 0, history.step)
         if step is None or "Restarts" in str(history.settings.get("scheduler")):
             return
-        if not (history.planned_steps or history.is_over):
+        if not (history.planned_steps or history.is_over or self._is_used_up(history, step, curve.last / peak)):
             return
         remaining = (total - step) / total
         seen = (history.step - step) / total
@@ -390,6 +391,10 @@ class ScheduleEndsEarly(Detector):
             Evidence(LR, curve.last, self.limit("level") * peak, "1 to 10 % of the peak at the end"),
             confidence=0.9,
         )
+
+    def _is_used_up(self, history: History, step: int, level: float) -> bool:
+        """Return whether the learning rate of a run without a plan has been nearly 0 for half of the steps so far."""
+        return level < self.limit("nothing") and history.step >= 100 and history.step - step > 0.5 * history.step
 
 
 @DetectorRegistry.register

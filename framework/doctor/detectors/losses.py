@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...errors import listed
+from ...errors import counted, listed
 from ...hooks import Severity
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
@@ -92,6 +92,36 @@ class LogSoftmaxMissing(LossGraphDetector):
     )
     remedy = "Apply torch.log_softmax(logits, dim=-1) before the loss, or use cross_entropy in place of nll_loss."
     confidence = 0.97
+
+
+@DetectorRegistry.register
+class OneClass(Detector):
+    """Finds a cross-entropy over a single class."""
+
+    name = "cross-entropy-of-one-class"
+    symptom = "The loss is exactly 0"
+    cause = (
+        "cross_entropy gets one output per row, whose probability is always 1, so that the loss is 0 and has no "
+        "gradient. Use binary_cross_entropy_with_logits for one output, or give the model an output for each class."
+    )
+    source = "torch.nn.CrossEntropyLoss: an input of shape (N, C) with the logits of C classes"
+    applies_to = "cross-entropy"
+    needs = (CHECKS,)
+    explains = frozenset({"parameters-without-gradient", "dead-units", "loss-not-falling", "vanishing-gradients"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the loss has one class."""
+        curve = history.curve(f"{CHECKS}/class_count")
+        if curve.last == 1:
+            yield self.finding(
+                "critical",
+                curve.first_step,
+                "The cross-entropy has a single class: its probability is always 1, so that the loss is 0 and nothing "
+                "is learned.",
+                "Use binary_cross_entropy_with_logits for one output, or one output for each class.",
+                Evidence(f"{CHECKS}/class_count", 1, 2, "the number of classes"),
+                confidence=0.97,
+            )
 
 
 @DetectorRegistry.register
@@ -353,9 +383,10 @@ class InitialLossHigh(Detector):
         "weights": Threshold(3.0, "times 1/√fan_in; usual initialisations give 0.5 to 1.5"),
         "inputs": Threshold(3.0, "mean or standard deviation of inputs, which are normalised below it"),
         "certain": Threshold(30.0, "times ln(C), which no model gives that was trained before"),
+        "growth": Threshold(100.0, "largest over smallest block activation; those of sound models differ by 10"),
     }
     needs = (CHECKS,)
-    explains = frozenset({"exploding-gradients", "learning-rate-too-high"})
+    explains = frozenset({"exploding-gradients", "learning-rate-too-high", "dead-units", "warm-up-missing"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the first loss exceeds the uniform one by a factor."""
@@ -371,19 +402,30 @@ class InitialLossHigh(Detector):
         is_pretrained = bool(history.facts.get("frozen_modules")) or (
             first < self.limit("certain") * uniform and self._has_usual_scales(history)
         )
-        when = (
-            "for a model that was trained before, other data may be the reason"
-            if is_pretrained
-            else "the logits are too large before any training"
-        )
+        when, remedy = self._reason(history, first / uniform)
+        if is_pretrained:
+            when = "for a model that was trained before, other data may be the reason"
         yield self.finding(
             "info" if is_pretrained else "warning",
             1,
             f"The first loss is {first:.3g}, but equal probabilities give ln(C) = {uniform:.3g}: {when}.",
-            "Check the initialisation of the last layer and the scale of the inputs.",
+            remedy,
             Evidence(f"{CHECKS}/loss", first, self.limit("factor") * uniform, f"about {uniform:.3g}"),
             confidence=0.8,
         )
+
+    def _reason(self, history: History, ratio: float) -> tuple[str, str]:
+        """Return why the first loss is ``ratio`` times ln(C), and what to do."""
+        divisor = history.curve(f"{CHECKS}/loss_divisor").first
+        if 0 < divisor < 0.5 and 0.5 < ratio * divisor < 2:
+            return f"the loss is multiplied by {1 / divisor:,.4g}", "Remove the factor, which acts as a learning rate."
+        blocks = {name: curve.first for name, curve in history.family("activations/rms").items() if curve.first > 0}
+        largest = max(blocks, key=lambda name: blocks[name], default="")
+        if blocks and blocks[largest] > self.limit("growth") * min(blocks.values()):
+            why = f"activations grow from block to block, up to {blocks[largest]:.3g} in {largest}"
+            return why, "Normalise the blocks, scale their residual branches, or divide sums by the number of terms."
+        remedy = "Check the initialisation of the last layer and the scale of the inputs."
+        return "the logits are too large before any training", remedy
 
     def _has_usual_scales(self, history: History) -> bool:
         """Return whether the initial weights of all layers and the inputs, of numbers, have usual sizes."""
@@ -642,7 +684,7 @@ class LossSpike(Detector):
         yield self.finding(
             "info" if has_recovered or is_falling else "warning",
             step,
-            f"{alert['sentence'].rstrip('.')}, and {len(alerts) - 1} times later."
+            f"{alert['sentence'].rstrip('.')}, and {counted(len(alerts) - 1, 'time')} later."
             if len(alerts) > 1
             else alert["sentence"],
             "loopscope rewind RUN --spike looks for the cause; look at the rows of the batch"
@@ -774,6 +816,8 @@ class TrainValidationDiverging(Detector):
         "learned": Threshold(0.85, "of ln(C), which the training loss is below in the same case"),
         "unmoved": Threshold(0.9, "of the first validation loss; a model that learns is below it once"),
         "trained": Threshold(0.6, "share by which the training loss has fallen in the same case"),
+        "fallen": Threshold(0.2, "the same share if all validation losses are the same number"),
+        "learned_later": Threshold(0.93, "as learned, after five evaluations or more"),
     }
     needs = ("training_metrics",)
 
@@ -781,13 +825,29 @@ class TrainValidationDiverging(Detector):
         """Return a finding if the validation loss has risen by a factor, or accuracies differ widely at the end."""
         name, validation = validation_loss(history)
         found = (
-            self._rising(history, name, validation)
+            self._unchanged(history, name, validation)
+            or self._rising(history, name, validation)
             or self._like_chance(history, name, validation)
             or self._unmoved(history, name, validation)
             or self._accuracies_apart(history)
         )
         if found is not None:
             yield found
+
+    def _unchanged(self, history: History, name: str, validation: Curve) -> Finding | None:
+        """Return a finding if all validation losses are the same number while the training loss falls."""
+        values = validation.values
+        if len(values) < 3 or np.ptp(values) != 0 or not loss_fall(history) > self.limit("fallen"):
+            return None
+        return self.finding(
+            "warning",
+            validation.first_step,
+            f"The validation loss is exactly {values[0]:.4g} in all {len(values)} evaluations, while the training loss "
+            f"has fallen to {end_level(history.loss):.3g}: other weights are evaluated than those that are trained.",
+            "Evaluate the trained model itself; update averaged weights or a copy before you evaluate them.",
+            Evidence(name, validation.last, None, "changes with the weights"),
+            confidence=0.9,
+        )
 
     def _rising(self, history: History, name: str, validation: Curve) -> Finding | None:
         """Return a finding if the validation loss rises while the training loss falls."""
@@ -831,7 +891,9 @@ class TrainValidationDiverging(Detector):
                 "Compare a batch of both: normalisation, preprocessing, labels, and the formula of the loss.",
                 *evidence,
             )
-        return self._memorises(step, f"The {course}: the model memorises its training data.", *evidence)
+        return self._like_chance(history, name, validation) or self._memorises(
+            step, f"The {course}: the model memorises its training data.", *evidence
+        )
 
     def _like_chance(self, history: History, name: str, validation: Curve) -> Finding | None:
         """Return a finding if the validation loss was never below that of equal probabilities."""
@@ -890,7 +952,8 @@ class TrainValidationDiverging(Detector):
         if len(values) < 3 or not math.isfinite(uniform) or not values.min() > self.limit("chance") * uniform:
             return False
         accuracy = history.last("training_metrics/val_acc")
-        return end_level(history.loss) < self.limit("learned") * uniform and not accuracy > 2 * math.exp(-uniform)
+        learned = self.limit("learned" if len(values) < 5 else "learned_later")
+        return end_level(history.loss) < learned * uniform and not accuracy > 2 * math.exp(-uniform)
 
     def _generalises(self, history: History, best_step: int) -> bool:
         """Return whether the validation accuracy still rises, or is not far below that of the training."""

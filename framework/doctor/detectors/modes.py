@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+from ...errors import counted
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
@@ -45,9 +46,12 @@ class EvalModeInTraining(Detector):
             return
         layers = []
         if history.facts.get("dropouts"):
-            layers.append(f"{history.facts['dropouts']} dropout layers are inactive")
+            count = history.facts["dropouts"]
+            layers.append(f"{counted(count, 'dropout layer')} {'is' if count == 1 else 'are'} inactive")
         if history.facts.get("batchnorms"):
-            layers.append(f"{history.facts['batchnorms']} batch normalisations keep their statistics")
+            count = history.facts["batchnorms"]
+            verb = "keeps its" if count == 1 else "keep their"
+            layers.append(f"{counted(count, 'batch normalisation')} {verb} statistics")
         finding = self.finding(
             "warning" if layers else "info",
             curve.first_step_where(curve.values > 0) or 1,

@@ -89,6 +89,10 @@ def _remedy(sentence: str) -> str:
         return "Repair the initialisation: uninitialised memory (torch.empty) or a division by zero."
     if "backward pass through" in sentence:
         return "Add a small constant before roots, norms and divisions there: torch.sqrt(x + 1e-12)."
+    if sentence.startswith("The loss of step"):  # names no producer
+        return (
+            "Lower the learning rate if the loss grew before; torch.autograd.detect_anomaly() shows where NaN begins."
+        )
     return (
         "Look at the named place; torch.autograd.detect_anomaly() shows its line. Lower the learning rate if it grew."
     )
@@ -131,6 +135,6 @@ class SkippedSteps(Detector):
                 "critical",
                 norms.first_step_where(is_skipped) or 0,
                 f"The loss scaler skipped {share:.0%} of the steps, since gradients overflowed in float16.",
-                "Use bfloat16: torch.autocast('cuda', dtype=torch.bfloat16) without a scaler.",
+                "Use bfloat16, torch.autocast(device_type, dtype=torch.bfloat16), without a scaler.",
                 Evidence("training_checks/grad_norm", f"{share:.0%} not finite", self.limit("share"), "below 1 %"),
             )

@@ -49,6 +49,17 @@ class ClippingTooStrong(Detector):
         factor = median_of(np.array(factors))
         if not (median_of(fraction.values) > self.limit("clipped") and 0 < factor < self.limit("factor")):
             return
+        if (scale := _scale_of_clipping(history, after.values)) is not None:
+            yield self.finding(
+                "warning",
+                fraction.first_step,
+                f"The gradients are clipped while they are multiplied by the loss scale of {scale:,.0f}, so only "
+                f"{factor:.1e} of their norm is left.",
+                "Call scaler.unscale_(optimizer) before clip_grad_norm_.",
+                Evidence("parameter_norms/total_clipped_grad_norm", after.last, None, "near the limit of clipping"),
+                confidence=0.95,
+            )
+            return
         is_harmless = history.is_adam_like or loss_fall(history) > self.limit("fall")
         yield self.finding(
             "info" if is_harmless else "warning",
@@ -61,6 +72,19 @@ class ClippingTooStrong(Detector):
             ),
             confidence=0.85,
         )
+
+
+def _scale_of_clipping(history: History, norms: "np.typing.NDArray[np.float64]") -> float | None:
+    """Return the loss scale with which the clipped gradients were still multiplied; ``None`` if they were not.
+
+    The product of norm and scale is then the limit of clipping in every step.
+    """
+    scale = history.last("training_checks/loss_scale")
+    products = norms[np.isfinite(norms) & (norms > 0)] * scale
+    if not scale > 1 or len(products) < 3:
+        return None
+    limit = float(np.median(products))
+    return scale if limit < 100 and float(np.median(np.abs(products - limit))) < 0.01 * limit else None
 
 
 @DetectorRegistry.register

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...errors import listed
+from ...errors import counted, listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
@@ -143,7 +143,8 @@ class DecayedVectors(Detector):
         yield self.finding(
             "info",
             0,
-            f"Weight decay also acts on {decayed['count']} biases and norm gains ({names_text(decayed)}).",
+            f"Weight decay also acts on {counted(decayed['count'], 'bias or norm gain', 'biases and norm gains')} "
+            f"({names_text(decayed)}).",
             "Put parameters with one dimension into a group with weight_decay=0 if your recipe excludes them.",
             Evidence("facts/decayed_vectors", decayed["count"]),
             confidence=0.99,

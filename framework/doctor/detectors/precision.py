@@ -105,6 +105,38 @@ class Float16WithoutScaler(Detector):
         )
 
 
+@DetectorRegistry.register
+class GradientsNotUnscaled(Detector):
+    """Finds updates by gradients that are still multiplied by the loss scale."""
+
+    name = "gradients-not-unscaled"
+    symptom = "The first step with a loss scaler destroys the weights"
+    cause = (
+        "optimizer.step() is called in place of scaler.step(optimizer), so that the update uses gradients that are "
+        "multiplied by the loss scale."
+    )
+    source = "torch.amp documentation: scaler.step unscales the gradients"
+    applies_to = "trainings with a loss scaler"
+    needs = (CHECKS,)
+    explains = frozenset(
+        {"learning-rate-too-high", "nonfinite", "scaler-skips-steps", "exploding-gradients", "loss-rising"}
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the gradient before the update is that of the backward pass times the scale."""
+        factors, scales = history.curve(f"{CHECKS}/clip_factor"), history.curve(f"{CHECKS}/loss_scale")
+        scale = scales.at(factors.first_step)
+        if scale > 2 and abs(factors.first / scale - 1) < 0.01:
+            yield self.finding(
+                "critical",
+                factors.first_step,
+                f"The update uses gradients that are multiplied by the loss scale of {scale:,.0f}.",
+                "Call scaler.step(optimizer) and scaler.update() in place of optimizer.step().",
+                Evidence(f"{CHECKS}/clip_factor", factors.first, 1.0, "1, or below with clipping"),
+                confidence=0.97,
+            )
+
+
 def _rate_was_zero(history: History, steps: "np.typing.NDArray[np.int64]") -> bool:
     """Return whether the learning rate was nearly 0 at one of these steps, where a step has no effect by design."""
     rate = lr_curve(history)

@@ -204,7 +204,8 @@ def test_vanishing_gradients_show_a_weight() -> None:
 def test_labels_that_belong_to_no_input_are_suspicious(level: float, accuracy: float | None, expected: int) -> None:
     """The validation loss stays at ln(C), unless the accuracy is above chance, as before a late generalisation."""
     history, uniform = healthy_history(), float(np.log(10))
-    history.add(200, {"training_metrics/evaluation/val_loss": Series([50, 100, 150, 200], [level * uniform] * 4)})
+    losses = [factor * level * uniform for factor in (1.0, 1.01, 1.0, 1.01)]
+    history.add(200, {"training_metrics/evaluation/val_loss": Series([50, 100, 150, 200], losses)})
     if accuracy is not None:
         history.add(200, {"training_metrics/val_acc": accuracy})
     assert sum("equal probabilities" in item.why for item in diagnose(history)) == expected
@@ -467,3 +468,124 @@ def test_high_first_loss_needs_unusual_scales(largest: float, deviation: float, 
     history = with_losses([9.4] * 3, weight_scales={"count": 3, "median": 0.7, "largest": ["out.weight", largest]})
     history.add(3, {"training_checks/input_mean": 0.1, "training_checks/input_std": deviation})
     assert ("initial-loss-high" in ids(history)) is expected
+
+
+def test_models_may_normalise_their_inputs() -> None:
+    """Activations of usual size behind inputs from 0 to 255 come from a normalisation within the model."""
+    history = History()
+    history.add(1, {"training_checks/input_mean": 127.0, "training_checks/input_std": 52.0})
+    assert "inputs-not-normalised" in ids(history)
+    history.add(1, {"activations/rms/first": 0.6, "activations/rms/second": 0.4})
+    assert "inputs-not-normalised" not in ids(history)
+
+
+def test_equal_labels_are_named() -> None:
+    history = History(settings={"batch_size": 40})
+    for step in (1, 2, 3):
+        numbers = {"class_count": 6, "single_class_batch_fraction": 1.0, "target_top": 2, "target_top_fraction": 1.0}
+        history.add(step, {f"training_checks/{name}": value for name, value in numbers.items()})
+    (finding,) = diagnose(history).at_least("warning")
+    assert "are the class 2" in finding.why
+    assert "Print the labels" in finding.next
+
+
+@pytest.mark.parametrize(("classes", "expected"), [(1, True), (2, False)])
+def test_cross_entropy_of_one_class_is_found(classes: int, expected: bool) -> None:
+    history = History()
+    history.add(1, {"training_checks/class_count": classes})
+    assert ("cross-entropy-of-one-class" in ids(history)) is expected
+
+
+@pytest.mark.parametrize(("level", "expected"), [(0.3, True), (0.0, False)])
+def test_gradients_of_zero_at_a_loss_are_found(level: float, expected: bool) -> None:
+    """A hinge loss of 0 has no gradient, either."""
+    history, steps = History(), list(range(1, 31))
+    history.add(30, {"training_checks/loss": Series(steps, [0.5] * 10 + [level] * 20)})
+    history.add(30, {"training_checks/grad_norm": Series(steps, [1.0] * 10 + [0.0] * 20)})
+    assert ("gradients-all-zero" in ids(history)) is expected
+
+
+def with_updates_at(updates: list[int], leftover: list[float]) -> History:
+    """Return a history of 24 backward passes with updates after some of them."""
+    history, steps = History({"trainable": 4}, hooks=["training_checks", "parameter_norms"]), list(range(1, 25))
+    history.add(24, {"training_checks/grad_norm": Series(steps, [1.0] * 24)})
+    history.add(24, {"training_checks/leftover_gradient_count": Series([2, 3, 5, 10, 20], leftover)})
+    if updates:
+        history.add(24, {"parameter_norms/total_clipped_grad_norm": Series(updates, [1.0] * len(updates))})
+    history.status = "completed"
+    return history
+
+
+@pytest.mark.parametrize(
+    ("updates", "leftover", "expected"),
+    [
+        ([], [4.0] * 5, {"optimizer-not-stepped": "critical"}),
+        (list(range(4, 25, 4)), [4.0, 4.0, 0.0, 4.0, 4.0], {"optimizer-not-stepped": "info"}),
+        (list(range(1, 25)), [4.0] * 5, {"gradients-not-zeroed": "critical"}),
+        (list(range(1, 25)), [0.0] * 5, {}),
+    ],
+    ids=["never", "accumulation", "not zeroed", "sound"],
+)
+def test_updates_that_do_not_follow_each_pass(
+    updates: list[int], leftover: list[float], expected: dict[str, str]
+) -> None:
+    found = {item.id: item.severity for item in diagnose(with_updates_at(updates, leftover))}
+    assert {
+        name: found[name] for name in found if name in ("optimizer-not-stepped", "gradients-not-zeroed")
+    } == expected
+
+
+@pytest.mark.parametrize(
+    ("factor", "identifier"), [(65536.0, "gradients-not-unscaled"), (1.0, None)], ids=["not unscaled", "unscaled"]
+)
+def test_updates_by_scaled_gradients_are_found(factor: float, identifier: str | None) -> None:
+    history = History({"scaler": True})
+    history.add(1, {"training_checks/loss_scale": 65536.0, "training_checks/clip_factor": factor})
+    assert next(iter(ids(history)), None) == identifier
+
+
+def test_clipping_of_scaled_gradients_is_named() -> None:
+    """The norm after clipping, times the scale, is the limit in every step."""
+    history, steps = History({"scaler": True}), list(range(1, 21))
+    norms = np.linspace(0.4, 0.6, 20).tolist()
+    history.add(20, {"parameter_norms/total_grad_norm": Series(steps, norms)})
+    history.add(20, {"parameter_norms/total_clipped_grad_norm": Series(steps, [1 / 65536] * 20)})
+    history.add(20, {"parameter_norms/clipped_fraction": Series(steps, [1.0] * 20)})
+    history.add(20, {"training_checks/loss_scale": 65536.0})
+    (finding,) = [item for item in diagnose(history) if item.id == "clipping-too-strong"]
+    assert "unscale_" in finding.next
+
+
+def test_evaluations_without_any_change_are_found() -> None:
+    history = healthy_history()
+    history.add(200, {"training_metrics/evaluation/val_loss": Series([50, 100, 150, 200], [1.817] * 4)})
+    (finding,) = [item for item in diagnose(history) if item.id == "train-validation-diverging"]
+    assert "exactly 1.817 in all 4 evaluations" in finding.why
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"training_checks/loss_divisor": 1 / 1500}, "the loss is multiplied by 1,500"),
+        ({"activations/rms/first": 2.0, "activations/rms/last": 4e4}, "activations grow from block to block"),
+        ({}, "the logits are too large"),
+    ],
+    ids=["factor", "blocks", "logits"],
+)
+def test_high_first_losses_have_different_reasons(facts: dict[str, float], expected: str) -> None:
+    history = with_losses([1500 * 2.3] * 3)
+    history.add(1, facts)
+    (finding,) = [item for item in diagnose(history) if item.id == "initial-loss-high"]
+    assert expected in finding.why
+
+
+def test_used_up_rates_are_found_in_progress() -> None:
+    """After a fall by 10,000 no schedule comes back, so the finding needs neither a plan nor the end."""
+    history, steps = healthy_history(), list(range(1, 201))
+    history.add(200, {"training_metrics/lr": Series(steps, [0.5**step for step in steps])})
+    assert "schedule-ends-early" in ids(history)
+
+
+def test_records_without_steps_are_incomplete() -> None:
+    history = History(status="completed")
+    assert any("No step with a loss was recorded" in sentence for sentence in diagnose(history).missing)

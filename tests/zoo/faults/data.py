@@ -1,5 +1,6 @@
 """Faults of data, labels and losses."""
 
+import copy
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from tests.zoo.data import (
     text,
     waves,
 )
-from tests.zoo.models import ConvNet, Gpt, LstmClassifier, letter_loss, mlp
+from tests.zoo.models import ConvNet, Gpt, LstmClassifier, class_loss, letter_loss, mlp
 from tests.zoo.recorder import Recorder
 from tests.zoo.training import (
     Training,
@@ -159,6 +160,40 @@ def log_softmax_over_the_batch(recorder: Recorder) -> None:
         return functional.nll_loss(functional.log_softmax(model(points), dim=0), labels)
 
     mlp_training(loss=loss).run(recorder)
+
+
+@fault("mlp", causes.ONE_CLASS)
+def cross_entropy_over_one_output(recorder: Recorder) -> None:
+    """A classifier of two classes has one output, and its loss is cross_entropy."""
+    points, labels = clusters(1280, 1).tensors
+    rows = loader(TensorDataset(points, labels % 2))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return functional.cross_entropy(model(inputs)[:, :1], torch.zeros_like(targets))
+
+    mlp_training(batches=rows, loss=loss, validation=None).run(recorder)
+
+
+@fault("mlp", causes.LOSS_FACTOR)
+def loss_times_the_size_of_the_data(recorder: Recorder) -> None:
+    """The mean loss of a batch is multiplied by the number of rows of the data set, and clipping limits the harm."""
+    mlp_training(loss=lambda model, batch: 1280 * class_loss(model, batch), clip=1.0).run(recorder)
+
+
+@fault("mlp", causes.OTHER_WEIGHTS_EVALUATED)
+def evaluation_of_a_copy(recorder: Recorder) -> None:
+    """The evaluation gets a copy of the model from before the training."""
+    model = mlp()
+    copied, optimizer, rows = copy.deepcopy(model), adam(model), loader(clusters(1280, 1))
+    (held_out,) = loader(clusters(256, 3), 256)
+    with recorder.attach(model, optimizer) as scope:
+        for _ in range(5):
+            for batch in scope.batches(rows):
+                scope.backward(class_loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            scope.evaluate(lambda: {"val_loss": class_loss(copied, held_out).item()})
 
 
 @fault("mlp", causes.NO_LOG_SOFTMAX)

@@ -78,6 +78,16 @@ def gradients_are_zeroed_before_steps_of_adamw(recorder: Recorder) -> None:
                 optimizer.step()
 
 
+@fault("lstm", causes.NEVER_STEPPED)
+def optimizer_never_steps(recorder: Recorder) -> None:
+    """The loop of an LSTM has no optimizer.step()."""
+    model = LstmClassifier()
+    optimizer, rows = adam(model, lr=1e-2), loader(waves(1280, 1))
+    with recorder.attach(model, optimizer) as scope:
+        for batch in scope.batches(rows):
+            scope.backward(class_loss(model, batch))
+
+
 @fault("lstm", causes.ZEROED_EARLY)
 def gradients_are_zeroed_between_micro_batches(recorder: Recorder) -> None:
     """The loop of an LSTM zeroes the gradients before each of four micro-batches."""

@@ -7,8 +7,8 @@ from torch.utils.data import TensorDataset
 
 from tests.zoo import causes
 from tests.zoo.case import fault
-from tests.zoo.data import WAVES, clusters, curve, loader, waves
-from tests.zoo.models import Block, Gpt, class_loss, letter_loss, mlp, square_loss
+from tests.zoo.data import WAVES, clusters, curve, images, loader, waves
+from tests.zoo.models import Block, ConvNet, Gpt, class_loss, letter_loss, mlp, square_loss
 from tests.zoo.recorder import Recorder
 from tests.zoo.training import Training, adam, adamw, gpt_training, lstm_training, mlp_training, sgd
 
@@ -124,6 +124,34 @@ def bfloat16_weights_with_sgd(recorder: Recorder) -> None:
     points, labels = clusters(1280, 1).tensors
     rows = loader(TensorDataset(points.bfloat16(), labels))
     mlp_training(lambda model: sgd(model, lr=1e-4), mlp().bfloat16(), batches=rows, validation=None).run(recorder)
+
+
+@fault("mlp", causes.NOT_UNSCALED)
+def optimizer_steps_in_place_of_the_scaler(recorder: Recorder) -> None:
+    """The loop scales the loss and calls optimizer.step(), so that the updates are 65,536 times too large."""
+    model = mlp()
+    optimizer, scaler = sgd(model, lr=0.05), torch.amp.GradScaler("cpu")
+    with recorder.attach(model, optimizer, scaler=scaler) as scope:
+        for _ in range(3):
+            for batch in scope.batches(loader(clusters(1280, 1))):
+                optimizer.zero_grad()
+                scope.backward(class_loss(model, batch))
+                optimizer.step()
+
+
+@fault("cnn", causes.CLIPPED)
+def clipping_before_unscaling(recorder: Recorder) -> None:
+    """Gradients are clipped at a norm of 1 before scaler.unscale_, so that only 1/65,536 is left."""
+    model = ConvNet()
+    optimizer, scaler = sgd(model, lr=0.05), torch.amp.GradScaler("cpu")
+    with recorder.attach(model, optimizer, scaler=scaler) as scope:
+        for _ in range(4):
+            for batch in scope.batches(loader(images(1280, 1))):
+                optimizer.zero_grad()
+                scope.backward(class_loss(model, batch))
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
 
 
 @fault("mlp", causes.SKIPPED_STEPS)

@@ -257,6 +257,39 @@ def run_that_ends_within_its_warm_up(recorder: Recorder) -> None:
 
 
 @healthy("mlp")
+def accumulation_that_attach_does_not_know(recorder: Recorder) -> None:
+    """The loop accumulates four micro-batches, and each of them is a step for attach."""
+    model = mlp()
+    optimizer, rows = adam(model), loader(clusters(1280, 1), 8)
+    with recorder.attach(model, optimizer) as scope:
+        for _ in range(5):
+            for number, batch in enumerate(scope.batches(rows), start=1):
+                scope.backward(class_loss(model, batch) / 4)
+                if number % 4 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+@healthy("mlp")
+def normalisation_within_the_model(recorder: Recorder) -> None:
+    """The first module is a batch normalisation, and the features have an offset of 300 and a deviation of 50."""
+    points, labels = clusters(1280, 1).tensors
+    rows = loader(TensorDataset(300 + 50 * points, labels))
+    model = nn.Sequential(nn.BatchNorm1d(FEATURES), *mlp())
+    mlp_training(model=model, batches=rows, validation=None).run(recorder)
+
+
+@healthy("mlp")
+def fine_tuning_on_other_labels(recorder: Recorder) -> None:
+    """A classifier is trained again at a small learning rate, after its classes were numbered in another way."""
+    points, labels = clusters(1280, 1).tensors
+    model = mlp()
+    train_quietly(model, adam(model), loader(TensorDataset(points, labels)), epochs=5)
+    rows = loader(TensorDataset(points, (labels + 1) % CLASSES))
+    mlp_training(lambda net: adam(net, lr=1e-3), model, batches=rows, validation=None, epochs=8).run(recorder)
+
+
+@healthy("mlp")
 def accumulation_with_division(recorder: Recorder) -> None:
     """Eight micro-batches of 4 rows are accumulated, and their losses divided by 8."""
     mlp_training(lambda net: sgd(net, lr=0.1), batches=loader(clusters(1280, 1), 4), accumulate=8).run(recorder)
