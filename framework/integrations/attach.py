@@ -17,6 +17,7 @@ from ..errors import require
 from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedule
 from ..preserved_streams import preserved_streams
 from ..training import Ranks, takes_closure
+from .argument_checks import check_accelerator, check_path, check_scheduler
 from .attach_options import AttachArguments, AttachOptions, DisplayMode, HookChoice
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
@@ -129,6 +130,7 @@ def attach(
         RankLostError: if other ranks do not call attach.
     """
     given = locals()
+    check_path("reference", reference)
     given |= {"audit_hooks": audit, "reference": None if reference is None else Path(reference)}
     chosen = {name: given[name] for name in AttachOptions.__dataclass_fields__ if given[name] is not None}
     with preserved_streams():  # importing plug-ins and creating hooks may draw random numbers
@@ -185,6 +187,7 @@ def _attach_to_loop(
     if accelerator is not None:
         message = "An Accelerator has its own scaler and number of micro-batches; leave scaler= and accumulate= out."
         require(scaler is None and accumulate == 1, message)
+        check_accelerator(accelerator)
         scaler, accumulate = accelerator.scaler, accelerator.gradient_accumulation_steps
     is_ranks = ranks is None or isinstance(ranks, Ranks)
     require(is_ranks, f"ranks is a {type(ranks).__name__}; give loopscope.training.Ranks(data=[process_group]).")
@@ -245,6 +248,8 @@ def _require_step_hooks(optimizer: Optimizer) -> None:
 def _given_scheduler(given: Any) -> Any:
     """Return the scheduler, or one object of several, without the wrappers of Accelerate."""
     items = given if isinstance(given, (list, tuple)) else [given]
+    for item in items:
+        check_scheduler(_without_wrapper(item, "scheduler"))
     return single_scheduler([_without_wrapper(item, "scheduler") for item in items if item is not None])
 
 

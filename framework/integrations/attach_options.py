@@ -28,6 +28,16 @@ from ..hooks import (
 )
 from ..names import as_names
 from ..runs import RunSettings
+from .argument_checks import (
+    check_config,
+    check_flags,
+    check_function,
+    check_group,
+    check_hooks,
+    check_path,
+    check_seed,
+    check_tables,
+)
 from .epoch_plan import EpochPlan
 from .given_data import EndlessLoader, GivenData, as_loader, check_given, length_of
 
@@ -112,16 +122,20 @@ class AttachOptions(RunSettings):
         for name, accepted in words.items():
             if getattr(self, name) not in get_args(accepted):
                 raise unknown(f"value of {name}:", str(getattr(self, name)), get_args(accepted))
-        is_flag = isinstance(self.isolate_evaluation, bool)
-        require(is_flag, f"isolate_evaluation is {self.isolate_evaluation!r}; it must be True or False.")
+        names = ("overwrite", "check_every_call", "profile_hooks", "hook_offload_state", "isolate_evaluation")
+        check_flags({"audit": self.audit_hooks, **{name: getattr(self, name) for name in names}})
+        check_group(self.with_hooks)
+        check_hooks(self.hooks)
+        check_tables(self.hook_options, self.schedules)
+        check_path("out", self.out)
+        check_seed(self.seed)
+        check_config(self.config)
         counts = {"log_every": self.log_every, "snapshot_every": self.snapshot_every, "length": self.length}
         for name, count in counts.items():
             fits = count is None or (type(count) is int and count >= 1)
             require(fits, f"{name} is {count!r}; it must be an integer of at least 1.")
-        for name in ("loss", "evaluate"):
-            value = getattr(self, name)
-            is_callable = value is None or callable(value)
-            require(is_callable, f"{name} is a {type(value).__name__}; it must be a function.")
+        check_function("loss", self.loss, ("model", "batch"))
+        check_function("evaluate", self.evaluate, ("model",))
         is_mapping = isinstance(self.also, Mapping)
         require(is_mapping, f'also is a {type(self.also).__name__}; it must be a dict of modules: {{"name": module}}.')
         check_given(self.loader)

@@ -41,7 +41,7 @@ from ..tensors import (
 from .hessian_check import find_problem
 from .profiler import Profiler
 from .train_step import TrainingTask, borrowed_scaler, forward_backward, measure_gradients
-from .user_functions import loss_with_graph, without_graph
+from .user_functions import check_number, loss_with_graph, without_graph
 
 Method = Literal["exact", "finite_difference"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -181,7 +181,9 @@ class LossProbe:
     def _part_loss(self, part: Batch) -> Tensor:
         compute_loss = self._task.compute_loss
         if not torch.is_grad_enabled():
-            return compute_loss(self._model, part)
+            loss = compute_loss(self._model, part)
+            check_number(loss)
+            return loss
         return loss_with_graph(compute_loss, self._model, part).detach()  # frees its graph before the next part
 
     def run_once(self, batch: Batch) -> None:

@@ -71,7 +71,18 @@ def loss_with_graph(compute_loss: Callable[[nn.Module, Any], Tensor], model: nn.
             f"The loss function returned a {kind}, which hooks cannot differentiate; return the loss as a tensor with "
             "its graph, without .item(), float(), detach(), no_grad() and backward()."
         )
+    check_number(loss)
     return loss
+
+
+def check_number(loss: Any) -> None:
+    """Raise :class:`LoopscopeError` if a loss is not one number."""
+    if not isinstance(loss, Tensor):
+        raise LoopscopeError(f"The loss function returned a {type(loss).__name__}; return the loss as a tensor.")
+    if loss.numel() != 1:
+        raise LoopscopeError(
+            f"The loss function returned a tensor of shape {tuple(loss.shape)}; return one number, such as its mean."
+        )
 
 
 def _gradient_versions(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:

@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
     "an unknown option": (lambda parts: {"hook_options": {"norms": {"x": 1}}}, "Unknown option of hook 'norms': 'x'"),
     "a number of ranks": (lambda parts: {"ranks": 3}, "ranks is a int; give loopscope.training.Ranks"),
     "no micro-batches": (lambda parts: {"accumulate": 0}, "accumulate is 0; .* at least 1"),
-    "a number to evaluate": (lambda parts: {"evaluate": 3}, "evaluate is a int; it must be a function"),
+    "a number to evaluate": (lambda parts: {"evaluate": 3}, "evaluate is 3; it must be a function"),
     "no optimizer": (lambda parts: {"optimizer": None}, "attach\\(model, optimizer\\) takes an optimizer of torch"),
     "a wrapper without hooks": (
         lambda parts: {"optimizer": Wrapper(parts.optimizer)},

@@ -1,0 +1,125 @@
+"""Checks of the arguments of attach: one sentence with the value, what is accepted, and the remedy."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import isclass, signature
+from operator import index
+from typing import Any
+
+from torch import nn
+
+from ..errors import UsageError, require
+from ..hooks import StepSchedule, TrainingHook
+
+LOSS_MODULES = "torch.nn.modules.loss"
+
+
+def check_flags(flags: Mapping[str, Any]) -> None:
+    """Raise :class:`UsageError` for a flag that is not a bool: "no" would count as true."""
+    for name, value in flags.items():
+        require(isinstance(value, bool), f"{name} is {value!r}; it must be True or False.")
+
+
+def check_hooks(hooks: Iterable[Any]) -> None:
+    """Raise :class:`UsageError` for an item of ``hooks`` that is no name, class or object of a hook."""
+    for item in hooks:
+        is_class = isclass(item) and issubclass(item, TrainingHook) and item is not TrainingHook
+        require(
+            isinstance(item, (str, TrainingHook)) or is_class,
+            f"hooks contains {_shown(item)}; each item is the name of a hook, a subclass of TrainingHook or an object "
+            "of one.",
+        )
+
+
+def check_group(name: Any) -> None:
+    """Raise :class:`UsageError` if ``with_hooks`` is not one name."""
+    is_name = name is None or isinstance(name, str)
+    require(is_name, f"with_hooks is {name!r}; it must be the name of one group, such as 'health'.")
+
+
+def check_tables(options: Any, schedules: Any) -> None:
+    """Raise :class:`UsageError` if options or schedules are not given by the names of hooks."""
+    example = '{"norms": {"top": 4}}'
+    for hook, values in _items("hook_options", options, example):
+        is_table = isinstance(values, Mapping)
+        require(is_table, f"hook_options[{hook!r}] is {values!r}; it must be a dict of options: {example}.")
+    example = '{"norms": StepSchedule(mode="stride", every_n_steps=10)}'
+    for hook, schedule in _items("schedules", schedules, example):
+        is_schedule = isinstance(schedule, StepSchedule)
+        require(is_schedule, f"schedules[{hook!r}] is {schedule!r}; it must be a StepSchedule: {example}.")
+
+
+def _items(name: str, value: Any, example: str) -> Iterable[tuple[str, Any]]:
+    is_table = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    require(is_table, f"{name} is {value!r}; it must be a dict by the names of hooks: {example}.")
+    items: Iterable[tuple[str, Any]] = value.items()
+    return items
+
+
+def check_path(name: str, value: Any) -> None:
+    """Raise :class:`UsageError` if a path is not a text or a ``Path``."""
+    fits = value is None or (isinstance(value, (str, os.PathLike)) and "\0" not in os.fspath(value))
+    require(fits, f"{name} is {value!r}; it must be a path: {name}='runs/first'.")
+
+
+def check_seed(seed: Any) -> None:
+    """Raise :class:`UsageError` if the seed is not an integer."""
+    try:
+        fits = not isinstance(seed, bool) and isinstance(index(seed), int)
+    except TypeError:
+        fits = False
+    require(fits, f"seed is {seed!r}; it must be an integer.")
+
+
+def check_config(config: Any) -> None:
+    """Raise :class:`UsageError` if the description of the training is not a dict of texts."""
+    is_table = isinstance(config, Mapping)
+    require(is_table, f'config is a {type(config).__name__}; it must be a dict of plain values: {{"name": value}}.')
+
+
+def check_function(name: str, function: Callable[..., Any] | None, arguments: Sequence[str]) -> None:
+    """Raise :class:`UsageError` if a function of the user cannot be called with these arguments."""
+    if function is None:
+        return
+    call = f"{name}({', '.join(arguments)})"
+    require(callable(function), f"{name} is {_shown(function)}; it must be a function: {call}.")
+    is_criterion = isinstance(function, nn.Module) and type(function).__module__ == LOSS_MODULES
+    kind = type(function).__name__
+    require(
+        not is_criterion,
+        f"{name} is a {kind}, which takes outputs and targets; give a function of the model and the batch: "
+        f"{name}=lambda model, batch: criterion(model(batch[0]), batch[1]).",
+    )
+    try:
+        parameters = signature(function)
+    except (TypeError, ValueError):  # a function that is not written in Python
+        return
+    try:
+        parameters.bind(*arguments)
+    except TypeError as error:
+        raise UsageError(f"{call} cannot be called: {error}; give a function with these arguments.") from error
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raise :class:`UsageError` if a scheduler is a class, or has no ``step``."""
+    fits = not isclass(scheduler) and all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict"))
+    require(
+        fits or scheduler is None,
+        f"The scheduler is {_shown(scheduler)}; give the object of the loop, whose step() it calls, or leave "
+        "scheduler= out.",
+    )
+
+
+def check_accelerator(accelerator: Any) -> None:
+    """Raise :class:`UsageError` if an object is no Accelerator."""
+    fits = all(hasattr(accelerator, name) for name in ("scaler", "gradient_accumulation_steps", "backward"))
+    require(
+        fits, f"The accelerator is {_shown(accelerator)}; give the Accelerator of the loop, or leave accelerator= out."
+    )
+
+
+def _shown(item: Any) -> str:
+    """Return a value of a plain type, or the class of another object."""
+    if item is None or isinstance(item, (bool, int, float, str)):
+        return repr(item)
+    return f"the class {item.__name__}" if isclass(item) else f"a {type(item).__name__}"
