@@ -101,7 +101,8 @@ def attach(
             batches, or a function without arguments that returns a batch.
         evaluate: ``evaluate(model)`` returns named numbers, for hooks that evaluate other weights.
         also: further modules that ``loss`` or ``evaluate`` use, by name, such as ``{"discriminator": discriminator}``:
-            hooks leave them unchanged too. Those that ``loss`` uses are also found without this argument.
+            hooks leave them unchanged too. Those that ``loss`` uses are also found without this argument, if a hook
+            computes losses.
         out: the folder of the run; by default ``loopscope-runs/run_N``, with the next free number, in the current
             folder or in that of the Trainer.
         overwrite: replace a run in the folder; if this program has left that run open, it is closed first.

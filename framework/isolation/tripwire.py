@@ -107,7 +107,8 @@ class Tripwire:
         """
         if not self._bytes:
             modules = self._state.modules
-            tensors = (*modules.parameters(), *modules.buffers(), *self._sweep()[1])
+            on_attributes = self.watch.tensors_of(self.watch.read_attributes())
+            tensors = (*modules.parameters(), *modules.buffers(), *self._sweep()[1], *on_attributes)
             self._bytes = RecordedBytes(tensors)
             self._owned = _owned_storages(tensors)
             self._settings, self._hooks = self._state.flags.read_slow(), hook_contents(self._state)
@@ -293,6 +294,8 @@ class Tripwire:
 
     def _named(self, changed: list[Tensor]) -> list[str]:
         tensors = self._state.tensors() if changed else {}
+        gradients = {f"gradient of {name}": tensor.grad for name, tensor in tensors.items() if tensor.is_leaf}
+        tensors = {name: gradient for name, gradient in gradients.items() if gradient is not None} | tensors
         # a sweep reads this rank's shard of a DTensor
         names = {id(part): name for name, tensor in tensors.items() for part in (tensor, *local_shards([tensor]))}
         return [f"{names.get(id(item), 'a tensor of the batch')} ({described_tensor(item)})" for item in changed]

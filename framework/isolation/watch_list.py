@@ -1,6 +1,7 @@
 """Flat lists of everything that a sweep of the tripwire reads, and the comparison of two sweeps."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from operator import call, itemgetter
 from typing import Any
@@ -24,6 +25,8 @@ from ..tensors import addresses, is_sharded, pointer_and_bits
 _NOT_CONTAINERS = (*ATOMS, Tensor)
 _MISSING = object()
 _PLAIN = frozenset({Tensor, nn.Parameter})
+_HOLDERS = (Tensor, tuple, partial)
+MOST_KNOWN = 10_000
 _PLAIN_SEQUENCES = frozenset({list, tuple})
 
 
@@ -78,6 +81,8 @@ class WatchList:
         self._containers = _containers(self.read_attributes())
         self._last_addresses = addresses(self.read_attributes())
         self.attribute_addresses, self._positions = b"", list[int]()
+        self._without_tensor: dict[int, Any] = {}
+        """Tuples and partial functions that hold no tensor, by id, such as the strides of convolutions."""
         leaves = [leaf for item in self.other_values for _, leaf in nested("", item) if isinstance(leaf, Tensor)]
         direct = {*map(id, self.tensors)}
         self.nested_tensors = [leaf for leaf in leaves if id(leaf) not in direct]
@@ -184,10 +189,20 @@ class WatchList:
             self._positions = [
                 place
                 for place, value in enumerate(attributes)
-                if type(value) not in ATOMS and isinstance(value, Tensor)
+                if type(value) not in ATOMS and isinstance(value, _HOLDERS) and self._holds_tensor(value)
             ]
-        # checked again, since another object may have reused an address
-        return [item for place in self._positions if isinstance(item := attributes[place], Tensor)]
+        # read again, since another object may have reused an address
+        return [tensor for place in self._positions for tensor in _fixed_tensors(attributes[place])]
+
+    def _holds_tensor(self, value: Any) -> bool:
+        if self._without_tensor.get(id(value)) is value:
+            return False
+        if any(True for _ in _fixed_tensors(value)):
+            return True
+        if len(self._without_tensor) >= MOST_KNOWN:
+            self._without_tensor.clear()
+        self._without_tensor[id(value)] = value
+        return False
 
     def restore_attributes(self, previous: tuple[Any, ...]) -> None:
         """Restore the named attributes of objects, such as modes, from the result of :meth:`read_attributes`."""
@@ -230,6 +245,18 @@ class WatchList:
                 known = names.get(id(key)) if isinstance(key, Tensor) else None
                 return f"{self.name(container, names)}.{known or short_name(key)}"
         return "a container"
+
+
+def _fixed_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield a tensor, or the tensors in a tuple or a partial function: these cannot be replaced by others."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _fixed_tensors(item)
+    elif isinstance(value, partial):
+        for item in (*value.args, *value.keywords.values()):
+            yield from _fixed_tensors(item)
 
 
 def step_tensors(values: Iterable[Any]) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -284,6 +284,18 @@ class OtherTensors(Part):
     def read(self, state: StateObjects) -> Leaves:
         """Yield the tensors that no other part names."""
         return _other_leaves(state, chain.from_iterable(part.read(state) for part in _NAMED))
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Compare the parameters that only the optimizer has, such as a learned temperature, and their gradients."""
+        parameters = self.store(state)
+        if not parameters:
+            return Watched()
+        return Watched(
+            tables=[parameters],
+            read_tensors=partial(map, attrgetter("grad"), [*parameters.values()]),
+            getters=[partial(getattr, parameter, "requires_grad") for parameter in parameters.values()],
+            label="a parameter that only the optimizer has",
+        )
 
     def store(self, state: StateObjects, streams: StreamState | None = None) -> dict[str, Tensor]:
         """Return the parameters that only the optimizer has."""

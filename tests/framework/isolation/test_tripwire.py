@@ -1,4 +1,7 @@
 import re
+from collections import namedtuple
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -118,3 +121,56 @@ def test_sparse_and_inference_tensors_can_be_swept():
 def test_unreadable_state_counts_as_changed():
     scene = trained()
     assert "can no longer be read" in observe(scene.state, lambda: vars(scene.model).pop("_modules"))
+
+
+Pair = namedtuple("Pair", "first second")
+HOLDERS = {
+    "tuple": lambda tensor: (tensor,),
+    "tuple in a tuple": lambda tensor: ((1, tensor),),
+    "named tuple": lambda tensor: Pair(tensor, 1),
+    "tuple in a list": lambda tensor: [(tensor, 1)],
+    "tuple in a dict": lambda tensor: {"a": (tensor,)},
+    "partial function": lambda tensor: partial(max, tensor),
+    "list": lambda tensor: [tensor],
+}
+
+
+@pytest.mark.parametrize("owner", ["module", "optimizer"])
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("calls", [1, 5], ids=["first call", "later call"])
+def test_tensors_in_fixed_containers_are_watched(holder: str, owner: str, calls: int) -> None:
+    scene, held = trained(), torch.ones(3)
+    getattr(scene, owner).held = HOLDERS[holder](held)
+    isolation = Isolation(scene.state)
+    for call in range(1, calls):
+        with isolation.visit():
+            isolation.observe(CALL._replace(step=call), lambda: None)
+    with pytest.raises(StateMutationError, match="held"), isolation.visit():
+        isolation.observe(CALL._replace(step=calls), lambda: held.mul_(2))
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_bytes_of_held_tensors_are_compared(holder: str) -> None:
+    """Writes through .data increment no version; the first calls compare bytes."""
+    scene, held = trained(), torch.ones(3)
+    scene.module.held = HOLDERS[holder](held)
+    assert "held" in observe(scene.state, lambda: held.data.mul_(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda outside: outside.data.mul_(2), "other tensors/0"),
+        (lambda outside: outside.detach().mul_(2), "other tensors/0"),
+        (lambda outside: outside.grad.mul_(2), "gradient of other tensors/0"),
+        (lambda outside: setattr(outside, "grad", None), "a parameter that only the optimizer has"),
+        (lambda outside: outside.requires_grad_(False), "a parameter that only the optimizer has"),
+    ],
+    ids=["data", "in place", "gradient", "no gradient", "frozen"],
+)
+def test_parameters_outside_of_the_model_are_watched(change: Callable[[nn.Parameter], object], named: str) -> None:
+    """A learned temperature, or the head of a loss, that only the optimizer holds."""
+    scene, outside = trained(), nn.Parameter(torch.ones(4))
+    outside.grad = torch.ones(4)
+    scene.optimizer.add_param_group({"params": [outside]})
+    assert named in observe(scene.state, lambda: change(outside))
