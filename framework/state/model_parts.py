@@ -1,6 +1,7 @@
 """The parts of a training state that belong to the model: tensors, gradients, modules and hooks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from operator import attrgetter, call
@@ -44,7 +45,11 @@ class InternalHook(Transient):
 
 
 class InternalFunction(InternalHook):
-    """A function that loopscope registers as a hook of a parameter or module."""
+    """A function that loopscope registers as a hook of a parameter or module.
+
+    A copy of the model, such as an average of weights, is not that of the run: its copy of the hook does nothing, and
+    pickles to a function that does nothing and needs no loopscope.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -52,6 +57,17 @@ class InternalFunction(InternalHook):
     def __call__(self, *arguments: Any) -> Any:
         """Call the function."""
         return self._function(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "InternalFunction":
+        return InternalFunction(_do_nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # This method takes any arguments and returns None, as a module hook that changes nothing does.
+        return getattr, (nullcontext(), "__exit__")
+
+
+def _do_nothing(*arguments: Any) -> None:
+    """Ignore a call."""
 
 
 class TensorPart(Part):
