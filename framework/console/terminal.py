@@ -25,6 +25,11 @@ SIGNALS = [number for number in signal.Signals if number.name in ("SIGTSTP", "SI
 Keep = Callable[[IO[str], str], None]
 
 
+LEAST_WIDTH = 20
+"""Columns for which output is laid out at least; a narrower terminal breaks its lines."""
+UNKNOWN_WIDTH = 80
+
+
 class LastingConsole(Console):
     """A console that becomes quiet at a broken pipe, where rich would exit.
 
@@ -52,7 +57,10 @@ class LastingConsole(Console):
 def make_console() -> Console:
     """Return a console on standard output that writes control codes to terminals only, ignoring the environment."""
     forced = None if sys.stdout.isatty() else False
-    return LastingConsole(force_terminal=forced, highlight=False, markup=False, emoji=False)
+    console = LastingConsole(force_terminal=forced, highlight=False, markup=False, emoji=False)
+    if console.width < LEAST_WIDTH:
+        console.width = LEAST_WIDTH if console.width > 0 else UNKNOWN_WIDTH  # some programs set COLUMNS to 0
+    return console
 
 
 def supports_full_screen(console: Console) -> bool:

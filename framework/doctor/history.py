@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..hooks import Alert, Recovery, Series
+from ..hooks import Alert, Recovery, Series, as_float
 
 MOST_POINTS = 4096
 """Points of a metric in memory; above this number every second one is dropped."""
@@ -212,18 +212,10 @@ def _points(step: int, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Sequen
         if isinstance(value, Mapping):
             yield from _points(step, {f"{name}/{key}": item for key, item in value.items()})
         elif isinstance(value, NUMBERS):
-            yield name, [step], [_as_float(value)]
+            yield name, [step], [as_float(value)]
         elif isinstance(value, Series):
             if all(isinstance(item, NUMBERS) for item in value.values):
-                yield name, [operator.index(item) for item in value.steps], [_as_float(item) for item in value.values]
+                yield name, [operator.index(item) for item in value.steps], [as_float(item) for item in value.values]
             else:
                 for at, item in zip(value.steps, value.values, strict=True):
                     yield from _points(at, {name: item})
-
-
-def _as_float(value: Any) -> float:
-    """Return a number as a float; infinity for integers beyond its range."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf

@@ -14,7 +14,7 @@ from .groups import GROUPS, always_on, bulk_hooks, hook_groups, hook_kind, selec
 from .hook_points import (
     ALWAYS, EPOCH_END, EVERY_STEP, STEP_POINTS, EpochWindow, HookPoint, LoopType, StepSchedule, windows_for,
 )
-from .metrics import Metrics, MetricSink, MetricValue, Series
+from .metrics import Metrics, MetricSink, MetricValue, Series, as_float
 from .model_data_context import ExpiredError, ModelDataContext, ReadOnlyError
 from .registries import (
     ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, build_hooks, create_sinks, options_of,
@@ -85,6 +85,7 @@ __all__ = [
     "WrittenCall",
     "alert_fields",
     "always_on",
+    "as_float",
     "build_hooks",
     "bulk_hooks",
     "create_sinks",

@@ -1,5 +1,6 @@
 """Metric values, sinks, and the queue that moves metrics to the host in one transfer."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,18 @@ class Series:
 
     steps: list[int]
     values: list[Any]
+
+
+def as_float(value: float) -> float:
+    """Convert a number to a float; integers that are too large become infinite.
+
+    >>> as_float(-(10**400)), as_float(True)
+    (-inf, 1.0)
+    """
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 class MetricSink(ABC):

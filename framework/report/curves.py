@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import require
-from ..hooks import HookPoint, HookRegistry, Series
+from ..hooks import HookPoint, HookRegistry, Series, as_float
 from ..runs import Record, RunRecord, forward_emits, read_initial, record_of
 
 Floats = NDArray[np.float64]
@@ -80,7 +80,7 @@ def read_curves(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
             if is_wanted(name):
                 steps, values = points.setdefault(name, ([], []))
                 steps.extend(float(operator.index(step)) for step in at)
-                values.extend(map(float, numbers))
+                values.extend(map(as_float, numbers))
 
     def take_emit(emit: Record) -> None:
         if emit.hook_point is HookPoint.POST_EPOCH:

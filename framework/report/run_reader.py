@@ -13,7 +13,7 @@ from typing import Any
 from ..doctor import Diagnosis
 from ..durable_files import path_exists, read_json
 from ..errors import LONGEST_TEXT, UsageError, listed, require, shortened
-from ..hooks import ALERTS, alert_fields
+from ..hooks import ALERTS, alert_fields, as_float
 from ..runs import EXPLANATION, REWINDS, SUMMARY, Record, RunRecord, forward_emits, record_of
 from .curves import NUMBERS, check_size, series_in
 from .explanations import read_explained
@@ -41,7 +41,7 @@ class ThinnedRows:
         """Add the next row."""
         if self.seen % self.stride == 0:
             self.steps.append(step)
-            self.rows.append([float(value) for value in row[:MOST_COLUMNS]])
+            self.rows.append([as_float(value) for value in row[:MOST_COLUMNS]])
         self.seen, self.longest = self.seen + 1, max(self.longest, len(row))
         if len(self.rows) > MOST_ROWS:
             self.steps, self.rows, self.stride = self.steps[::2], self.rows[::2], self.stride * 2
@@ -79,7 +79,7 @@ class ShownRun:
             elif type(values[0]) in NUMBERS:
                 recorded_steps, recorded_values = self.points.setdefault(name, (array("d"), array("d")))
                 recorded_steps.extend([float(operator.index(step)) for step in steps])
-                recorded_values.extend(map(float, values))
+                recorded_values.extend(map(as_float, values))
             elif isinstance(values[0], list) and values[0] and NUMBERS.issuperset(map(type, values[0])):
                 self.lists.setdefault(name, ThinnedRows()).add(operator.index(steps[0]), values[0])
         self.last = emit.epoch, emit.step

@@ -249,6 +249,12 @@ def test_pipe_gets_no_control_codes(monkeypatch, capsys):
     assert capsys.readouterr().out == "[bold red]text\n"
 
 
+@pytest.mark.parametrize(("columns", "width"), [("0", 80), ("1", 20), ("33", 33)])
+def test_console_has_a_least_width(monkeypatch, columns, width):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert make_console().width == width
+
+
 def alerts_shown(mode, *, snapshots=()):
     """Show alerts of two kinds in epochs 0 to 4, two batches of epoch + 1 each, with SNAPSHOTs."""
     console = captured(terminal=False)

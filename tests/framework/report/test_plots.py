@@ -204,8 +204,8 @@ def test_step_axis_can_be_logarithmic(finished):
 
 
 def test_nonfinite_values_are_marked_and_counted(tmp_path):
-    """The curve has a gap at each of them."""
-    values = [1.0, 2.0, NAN, 3.0, INF, -INF, NAN, 4.0]
+    """The curve has a gap at each of them; integers beyond the range of floats count as infinite."""
+    values = [1.0, 2.0, NAN, 3.0, 10**400, -INF, NAN, 4.0]
     (axes,) = figure(curve_record(tmp_path, values)).axes
     np.testing.assert_array_equal(drawn(axes)[0][2], [1, 2, NAN, 3, NAN, NAN, NAN, 4])
     assert marks(axes) == {"x": [3, 7], "^": [5], "v": [6]}
