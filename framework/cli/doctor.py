@@ -10,6 +10,7 @@ from ..console import watch
 from ..doctor import Diagnosis, Severity, diagnose, diagnosis_lines
 from ..errors import counted, listed, require
 from ..explaining import try_changes
+from ..report import inspect_run
 from ..runs import ATTACHED, RunRecord, Stretch, read_history, run_folders
 from .output import Kept, Output, ReportedError, add_output_options
 from .parser import CommandParser, line_width
@@ -50,7 +51,7 @@ def doctor(words: Sequence[str]) -> None:
     is_changed = (given["branches"], given["steps"]) != (BRANCHES, STEPS)
     require(given["test"] or not is_changed, "--branches and --steps are options of the tests; add --test.")
     folders = run_folders(Path(given["RUN"][0]), "doctor")
-    diagnoses = {folder: diagnose(read_history(folder)) for folder in folders}
+    diagnoses = {folder: _diagnosed(folder) for folder in folders}
     if given["test"]:
         diagnoses = {
             folder: _with_tests(folder, diagnosis, given["branches"], given["steps"], as_json=given["json"])
@@ -62,6 +63,12 @@ def doctor(words: Sequence[str]) -> None:
     Output.of("doctor", words, given).write(content, cut, lambda: _lines(diagnoses))
     if given["fail_on"] is not None:
         _fail_on(given["fail_on"], diagnoses)
+
+
+def _diagnosed(folder: Path) -> Diagnosis:
+    """Return the diagnosis of a run, with a sentence about lost or damaged files."""
+    diagnosis, problem = diagnose(read_history(folder)), inspect_run(folder).problem
+    return replace(diagnosis, missing=[problem, *diagnosis.missing]) if problem else diagnosis
 
 
 def _with_tests(folder: Path, diagnosis: Diagnosis, branches: int, steps: int, *, as_json: bool) -> Diagnosis:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from ..console import final_numbers
@@ -114,12 +115,14 @@ def diagnosis_of(run: FoundRun) -> Diagnosis | None:
     """Return the diagnosis in the summary of a run, or a new one; ``None`` for a run that cannot be read."""
     if run.record is None:
         return None
+    problems = [run.problem] if run.problem else []
     with suppress(UsageError):
         if run.summary:
             findings = read_json(run.path / SUMMARY).get("findings")
             if isinstance(findings, list):
-                return Diagnosis.of(findings)
-        return diagnose(read_history(run.path))
+                return replace(Diagnosis.of(findings), missing=problems)
+        diagnosis = diagnose(read_history(run.path))
+        return replace(diagnosis, missing=[*problems, *diagnosis.missing])
     return None
 
 

@@ -25,6 +25,7 @@ from ..runs import (
     RunRecord,
     checked_fields,
     forward_emits,
+    lost_rows,
     record_of,
 )
 from .curves import series_in
@@ -176,7 +177,9 @@ def inspect_run(folder: Path) -> FoundRun:
         summary["experiment"] = record.experiment
     left_out = content.get("hooks_left_out")
     summary["hooks_left_out"] = [str(name) for name in left_out] if isinstance(left_out, Mapping) else []
-    return FoundRun(folder, summary["status"], record, summary)
+    sizes = content.get("files")
+    problem = lost_rows(folder, sizes) if isinstance(sizes, Mapping) else ""
+    return FoundRun(folder, summary["status"], record, summary, problem)
 
 
 def find_runs(folder: Path) -> list[FoundRun]:

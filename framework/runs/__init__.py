@@ -18,6 +18,7 @@ from .run import Display, Run, attempt, create_manager
 from .run_history import history_without_metrics, read_alerts, read_history
 from .task_building import build_run
 from .session import Session, StrategyPlan
+from .summaries import lost_rows
 from .validation import DivergedError, Stretch
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "forward_emits",
     "history_without_metrics",
     "load_reference",
+    "lost_rows",
     "read_alerts", "read_history",
     "read_initial",
     "read_outcome",

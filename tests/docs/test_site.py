@@ -81,6 +81,7 @@ OF_THE_ENGINE = {
     "TapOwner",
     "alert_fields",
     "always_on",
+    "as_float",
     "build_hooks",
     "bulk_hooks",
     "hook_groups",

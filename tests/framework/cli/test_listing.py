@@ -133,6 +133,29 @@ def failed(folder: Path) -> None:
     (folder / SUMMARY).write_text(json.dumps(content))
 
 
+def shortened_record(folder: Path) -> None:
+    lines = (folder / "plain.jsonl").read_text("utf-8").splitlines(keepends=True)
+    (folder / "plain.jsonl").write_text("".join(lines[:1]), "utf-8")
+
+
+def no_record(folder: Path) -> None:
+    (folder / "plain.jsonl").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [(shortened_record, "bytes, so rows of the run are lost."), (no_record, "is missing, so the rows of the run are")],
+)
+def test_lost_rows_of_finished_runs_are_reported(runs: Path, damage, sentence: str, capsys, monkeypatch) -> None:
+    """A record that ends with a complete line can be read, but the summary has its size."""
+    monkeypatch.setenv("COLUMNS", "300")
+    reports = [("ls",), ("show", "output/small/plain"), ("doctor", "output/small/plain")]
+    assert not any("lost" in line for words in reports for line in output_lines(capsys, *words))
+    damage(runs / "small/plain")
+    for words in reports:
+        assert any(sentence in line for line in output_lines(capsys, *words)), words
+
+
 @pytest.mark.parametrize(
     ("damage", "state", "text"),
     [
