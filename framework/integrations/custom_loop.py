@@ -263,7 +263,8 @@ class CustomLoop(Transient):
     def _require_open_step(self, call: str) -> None:
         """Raise :class:`UsageError` unless a batch is open whose gradients are not complete."""
         if not self._parts:
-            raise UsageError(f"{call} was called without a batch: {ADVICE}.")
+            early = "Take the next batch after the backward pass of this one, since the end of the data ends the epoch."
+            raise UsageError(f"{call} was called without a batch: {ADVICE}." + f" {early}" * self._attached.is_started)
         if self._is_complete:
             raise UsageError(
                 f"{call} was called after the gradients of a step were complete and before its optimizer.step(). Give "

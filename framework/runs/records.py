@@ -259,6 +259,8 @@ def run_folders(path: Path, command: str) -> list[Path]:
     configs = [config for pattern in ("*", f"*/{seed_name('*')}") for config in path.glob(f"{pattern}/{CONFIG}")]
     folders = sorted((config.parent for config in configs), key=_name_and_seed)
     if not folders:
+        deeper = sorted(config.parent for config in path.glob(f"*/*/{CONFIG}"))
+        require(not deeper, f"{path} has runs in several folders, such as {(deeper or [path])[0]}; give {command} one.")
         raise UsageError(
             f"{path} is not the folder of a run and contains none: {CONFIG} is missing; {command} takes "
             "OUTPUT_DIR/EXPERIMENT/STRATEGY, or OUTPUT_DIR/EXPERIMENT for all strategies."

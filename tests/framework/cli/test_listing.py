@@ -309,3 +309,9 @@ def test_broken_pipe_is_not_an_error(runs: Path) -> None:
         line = f"{sys.executable} -m loopscope {command} | head -1"
         done = subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True)
         assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
+
+
+def test_folder_above_several_experiments_is_named(runs: Path, capsys) -> None:
+    """OUTPUT_DIR has no runs itself, but its subfolders have."""
+    assert main(["show", str(runs)]) == 2
+    assert "has runs in several folders, such as " in capsys.readouterr().err.replace("\n", " ")
