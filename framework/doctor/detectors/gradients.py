@@ -10,7 +10,17 @@ from ...errors import listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
-from .levels import CHECKS, JUMP, end_level, falls_short, gradient_norms, jump_of_gradient, median_of, start_level
+from .levels import (
+    CHECKS,
+    JUMP,
+    end_level,
+    falls_short,
+    gradient_norms,
+    jump_of_gradient,
+    loss_fall,
+    median_of,
+    start_level,
+)
 
 EXPERTS = ("expert",)
 """Parts of names of parameters that get a gradient only if a token is routed to them."""
@@ -42,6 +52,7 @@ class WithoutGradient(Detector):
     thresholds = {
         "share_at_once": Threshold(0.3, "so many parameters at step 1 are no unused head and no unrouted expert"),
         "patience": Threshold(3, "layers with a zero at their output, as in LoRA, get a gradient from step 2 on"),
+        "fall": Threshold(0.05, "of the loss, by which something trains parameters that all seem to have no gradient"),
     }
     needs = ("training_checks",)
     explains = frozenset(
@@ -64,6 +75,8 @@ class WithoutGradient(Detector):
             return
         count = int(missing.first if is_early else never.last)
         share = count / trainable
+        if share >= 1 and loss_fall(history) > self.limit("fall"):
+            return  # the optimizer steps within the backward pass, and clears the gradients there
         # An output's bias cancels in losses that use only differences of outputs, as for pairs and Wasserstein critics.
         is_bias = len(names) == count == 1 and names[0].endswith("bias") and missing.last == 0
         yield self.finding(
@@ -177,7 +190,7 @@ class LeftoverGradients(Detector):
         outside = int(history.facts.get("without_optimizer", {}).get("count", 0))
         trainable = max(int(history.facts.get("trainable", 0)) - outside, 1)
         is_left = (leftover.values - outside) / trainable > self.limit("share")
-        if "parameter_norms" in history.hooks:
+        if _sees_updates(history):
             # Gradients that wait for an update accumulate on purpose; OptimizerNotStepped looks at these.
             updates = {*history.curve("parameter_norms/total_clipped_grad_norm").steps.tolist()}
             is_left &= np.array([step - 1 in updates for step in leftover.steps.tolist()], dtype=bool)
@@ -194,6 +207,11 @@ class LeftoverGradients(Detector):
             Evidence("training_checks/leftover_gradient_count", count, 0, "0"),
             confidence=0.97,
         )
+
+
+def _sees_updates(history: History) -> bool:
+    """Return whether the hook runs that records every update."""
+    return "parameter_norms" in history.hooks and "parameter_norms" not in history.left_out
 
 
 @DetectorRegistry.register
@@ -214,12 +232,14 @@ class OptimizerNotStepped(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if there are several backward passes for each update, or no update at all."""
-        if "parameter_norms" not in history.hooks or history.facts.get("scaler"):
+        if not _sees_updates(history) or history.facts.get("scaler"):
             return
         passes = history.curve(f"{CHECKS}/grad_norm")
         updates = history.curve("parameter_norms/total_clipped_grad_norm")
-        # Optimizers with a closure step without PRE_UPDATE, but weight_updates sees their updates.
-        is_unused = not len(updates) and not len(history.curve("weight_updates/update_ratio_median"))
+        # Optimizers that take a closure, or step within the backward pass, have no PRE_UPDATE with gradients.
+        others = ("weight_updates/update_ratio_median", f"{CHECKS}/update_ratio", "parameter_norms/total_update_norm")
+        is_unused = not len(updates) and not any(len(history.curve(name)) for name in others)
+        is_unused &= bool((passes.values > 0).any())
         if is_unused and len(passes) >= (3 if history.is_over else self.limit("passes")):
             yield self.finding(
                 "critical",

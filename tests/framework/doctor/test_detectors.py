@@ -589,3 +589,23 @@ def test_used_up_rates_are_found_in_progress() -> None:
 def test_records_without_steps_are_incomplete() -> None:
     history = History(status="completed")
     assert any("No step with a loss was recorded" in sentence for sentence in diagnose(history).missing)
+
+
+def test_updates_within_the_backward_pass_leave_no_gradients() -> None:
+    """An optimizer that steps in hooks of the parameters clears each gradient at once; the loss falls."""
+    history = healthy_history()
+    history.hooks = ["training_checks", "parameter_norms"]
+    history.curves.pop("training_checks/grad_norm")
+    history.curves.pop("training_checks/update_ratio")
+    steps = list(range(1, 201))
+    history.add(200, {"training_checks/grad_norm": Series(steps, [0.0] * 200)})
+    history.add(200, {"training_checks/without_gradient_count": Series([1, 2, 3], [4] * 3)})
+    history.add(200, {"training_checks/never_gradient_count": Series([1, 2, 3], [4] * 3)})
+    assert ids(history) == []
+
+
+def test_runs_without_the_hook_of_updates_are_not_judged() -> None:
+    history = with_updates_at([], [4.0] * 5)
+    history.left_out = {"parameter_norms": "it cannot run: MemoryError"}
+    assert "optimizer-not-stepped" not in ids(history)
+    assert "gradients-not-zeroed" in ids(history)
