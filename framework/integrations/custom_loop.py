@@ -141,7 +141,8 @@ class CustomLoop(Transient):
             self._warn_once(
                 "skipped",
                 "A backward pass was not followed by optimizer.step(), so its step was counted as skipped; for "
-                "gradient accumulation, give the number of backward passes per step to attach(..., accumulate=N).",
+                "gradient accumulation, give the number of backward passes per step to attach(..., accumulate=N). If "
+                "the loop has created another optimizer, attach to that one.",
             )
             self._end_step(skipped=True)
         if self._is_data_exhausted:
