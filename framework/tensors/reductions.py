@@ -59,6 +59,7 @@ def inner_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 def flat_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Return the same as :func:`inner_products` for pairs of vectors of one dtype, with BLAS on the CPU."""
+    pairs = [(_real(a, b).flatten(), _real(b, a).flatten()) if a.is_complex() else (a, b) for a, b in pairs]
     if not all(_is_plain(a) for a, _ in pairs):
         return torch.stack([_wide_product(a, b) for a, b in pairs])
     fast = torch.stack([torch.dot(a, b).double() for a, b in pairs])

@@ -32,7 +32,8 @@ LONGEST_DOT = 2**31 - 1  # largest number of elements for BLAS, which has 32-bit
 class FlatSpace:
     """The space of vectors over ``parameters``, flattened in their order, in float32, or float64 if a parameter is.
 
-    A flat vector contains all elements of sharded parameters, on every rank.
+    A flat vector contains all elements of sharded parameters, on every rank, and real and imaginary parts of complex
+    elements next to each other.
     """
 
     parameters: Mapping[str, Tensor]
@@ -40,12 +41,13 @@ class FlatSpace:
     @cached_property
     def size(self) -> int:
         """Number n of elements."""
-        return sum(value.numel() for value in self.parameters.values())
+        return sum(map(_real_count, self.parameters.values()))
 
     @cached_property
     def dtype(self) -> torch.dtype:
         """Dtype of flat vectors."""
-        widest = max((value.dtype for value in self.parameters.values()), key=attrgetter("itemsize"))
+        dtypes = [value.dtype.to_real() if value.is_complex() else value.dtype for value in self.parameters.values()]
+        widest = max(dtypes, key=attrgetter("itemsize"))
         return widest if widest in WIDE else torch.float32
 
     @torch.no_grad()
@@ -53,14 +55,24 @@ class FlatSpace:
         """Return a vector as one tensor, shape (n,), with zeros for missing names."""
         named = self.parameters.items()
         parts = [unsharded(vector[name] if name in vector else torch.zeros_like(value)) for name, value in named]
-        return torch.cat([part.reshape(-1).to(self.dtype) for part in parts])
+        real = [torch.view_as_real(part.resolve_conj()) if part.is_complex() else part for part in parts]
+        return torch.cat([part.reshape(-1).to(self.dtype) for part in real])
 
     @torch.no_grad()
     def vector(self, flat: Tensor) -> dict[str, Tensor]:
         """Return a flat tensor as a vector: views for plain parameters, shards for sharded parameters."""
-        pieces = torch.split(flat, [value.numel() for value in self.parameters.values()])
+        pieces = torch.split(flat, [*map(_real_count, self.parameters.values())])
         pairs = zip(self.parameters.items(), pieces, strict=True)
-        return {name: laid_out_like(piece.view(value.shape), value) for (name, value), piece in pairs}
+        return {name: laid_out_like(_in_shape(piece, value), value) for (name, value), piece in pairs}
+
+
+def _real_count(tensor: Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def _in_shape(piece: Tensor, owner: Tensor) -> Tensor:
+    """Return a piece of a flat vector in the shape of its parameter, complex if that is."""
+    return torch.view_as_complex(piece.view(*owner.shape, 2)) if owner.is_complex() else piece.view(owner.shape)
 
 
 def stacked(parts: Iterable[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from loopscope.hooks import Metrics, RunInfo
 from loopscope.tensors import total_of, trainable
 from torch import Tensor
 
-from ..measures import FlatSpace, WeightCopy, WeightMemory
+from ..measures import WeightCopy, WeightMemory
 
 
 def delta_metrics(previous: WeightCopy, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -18,7 +18,7 @@ def delta_metrics(previous: WeightCopy, parameters: Mapping[str, Tensor]) -> dic
         "total_delta": total_of(lengths),
         "total_relative_delta": total_of(lengths) / total_of(previous_lengths),
         "max_abs_delta": largest.max(),
-        "changed_fraction": changed.sum() / FlatSpace(parameters).size,
+        "changed_fraction": changed.sum() / sum(value.numel() for value in parameters.values()),
     }
     by_parameter = {"delta": lengths, "relative_delta": lengths / previous_lengths, "max_abs": largest}
     for metric, values in by_parameter.items():

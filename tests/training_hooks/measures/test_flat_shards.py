@@ -45,6 +45,22 @@ def test_missing_tensor_counts_as_zeros():
     assert layout.copy({}, vector).data.tolist() == [0] * 5
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_parameters_count_both_parts(dtype):
+    """Products are those of real and imaginary parts, and a vector has the same shapes again."""
+    layout = layout_of((2, 3), (4,), dtype=dtype)
+    a, b = layout.values(), layout.copy({"p0": torch.randn(2, 3, dtype=dtype)}, layout.zeros())
+    exact = (a.data.to(torch.complex128) * b.data.to(torch.complex128).conj()).real
+    torch.testing.assert_close(layout.dot(a.data, b.data), exact.sum(), rtol=1e-5, atol=1e-6)
+    parts = torch.stack([exact[:6].sum(), exact[6:].sum()])
+    torch.testing.assert_close(layout.dots(a.data, b.data), parts, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layout.norm(a.data), a.data.to(torch.complex128).norm(), rtol=1e-5, atol=1e-6)
+    space = FlatSpace(layout.parameters)
+    flat = space.flat(layout.parameters)
+    assert (space.size, flat.dtype) == (20, torch.float64 if dtype is torch.complex128 else torch.float32)
+    assert all(torch.equal(value, layout.parameters[name]) for name, value in space.vector(flat).items())
+
+
 def test_vector_does_not_share_parameter_memory():
     layout = layout_of((2, 2))
     vector = layout.values()
