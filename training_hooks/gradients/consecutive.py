@@ -109,7 +109,7 @@ class Consecutive(TrainingHook):
     def _layout(self, ctx: RunDataContext) -> FlatLayout:
         """Return the layout of the trained parameters; if these have changed, discard all earlier gradients."""
         trained = trainable(ctx.model)
-        if self._memory.names == list(trained):
+        if self._memory.holds(trained):
             return self._memory.layout(ctx.model)
         self.reset()
         return self._memory.reset_to(trained)

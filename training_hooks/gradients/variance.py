@@ -212,7 +212,7 @@ class Variance(TrainingHook):
         if self._chunks and self._chunks[-1].count < self._length:
             return self._memory.layout(ctx.model)
         trained = trainable(ctx.model)
-        if self._memory.names != list(trained):
+        if not self._memory.holds(trained):
             self.reset()
             self._memory.reset_to(trained)
         layout = self._memory.layout(ctx.model)

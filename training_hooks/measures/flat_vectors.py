@@ -225,6 +225,13 @@ class FlatMemory(Remembering):
         self.vectors = {name: self._layout.values() for name in vectors}
         return self._layout
 
+    def holds(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Return whether these are the parameters of the memory; a layer that was replaced has others."""
+        known = {} if self._layout is None else self._layout.parameters
+        return self.names == list(parameters) and all(
+            known.get(name, item) is item for name, item in parameters.items()
+        )
+
     def layout(self, model: nn.Module) -> FlatLayout:
         """Return the layout of the vectors, after moving loaded vectors to the device of this model."""
         if self._layout is None:

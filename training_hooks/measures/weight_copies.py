@@ -200,6 +200,13 @@ class WeightMemory(Remembering):
         if copies:
             self.copies = dict.fromkeys(copies, WeightCopy.kept(model, parameters))
 
+    def holds(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Return whether these are the parameters of the memory; a layer that was replaced has others."""
+        known = self._parameters
+        return self.names == list(parameters) and all(
+            known.get(name, item) is item for name, item in parameters.items()
+        )
+
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters, after moving loaded copies to the device of this model."""
         if not self._parameters:

@@ -65,7 +65,7 @@ class ParameterDelta(TrainingHook):
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the change since the last report, or nothing if other parameters are trained now; keep the current."""
         trained = trainable(ctx.model)
-        if self._memory.names != list(trained):
+        if not self._memory.holds(trained):
             self._memory.reset_to(ctx.model, trained, "before")
             return {}
         parameters = self._memory.parameters(ctx.model)

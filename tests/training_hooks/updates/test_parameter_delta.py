@@ -118,6 +118,17 @@ def test_changed_trainable_set_skips_one_report():
     assert float(hook.compute(epoch_end(model))["total_delta"]) == 0
 
 
+def test_replaced_layer_skips_one_report():
+    """The new layer has the name of the old one, which no longer moves."""
+    model, hook = nn.Sequential(nn.Linear(2, 2)), ParameterDelta()
+    hook.compute(epoch_end(model))
+    model[0] = nn.Linear(2, 2)
+    assert hook.compute(epoch_end(model)) == {}
+    with torch.no_grad():
+        model[0].bias += 1
+    assert float(hook.compute(epoch_end(model))["total_delta"]) == pytest.approx(math.sqrt(2))
+
+
 def test_checkpoint_copy_survives_a_later_start():
     """A resumed hook compares with the saved weights, not with those at its start."""
     hook, model = ParameterDelta(), nn.Linear(2, 2)
