@@ -52,7 +52,8 @@ class FoundRun:
     """The content of a run's folder; metrics are read on first use.
 
     ``state`` is completed, incomplete, failed or interrupted; running (a process holds the lock), killed (neither lock
-    nor summary) or damaged, with a sentence in ``problem``. ``summary`` is empty before the end of the run.
+    nor summary) or damaged, with a sentence in ``problem``; a finished run with lost rows has one, too. ``summary`` is
+    empty before the end of the run.
     """
 
     path: Path
