@@ -260,7 +260,11 @@ def run_folders(path: Path, command: str) -> list[Path]:
     folders = sorted((config.parent for config in configs), key=_name_and_seed)
     if not folders:
         deeper = sorted(config.parent for config in path.glob(f"*/*/{CONFIG}"))
-        require(not deeper, f"{path} has runs in several folders, such as {(deeper or [path])[0]}; give {command} one.")
+        if deeper:
+            raise UsageError(
+                f"{path} is not the folder of a run, but has runs in deeper folders, such as {deeper[0]}; "
+                f"give {command} one of them."
+            )
         raise UsageError(
             f"{path} is not the folder of a run and contains none: {CONFIG} is missing; {command} takes "
             "OUTPUT_DIR/EXPERIMENT/STRATEGY, or OUTPUT_DIR/EXPERIMENT for all strategies."

@@ -314,4 +314,4 @@ def test_broken_pipe_is_not_an_error(runs: Path) -> None:
 def test_folder_above_several_experiments_is_named(runs: Path, capsys) -> None:
     """OUTPUT_DIR has no runs itself, but its subfolders have."""
     assert main(["show", str(runs)]) == 2
-    assert "has runs in several folders, such as " in capsys.readouterr().err.replace("\n", " ")
+    assert "has runs in deeper folders, such as " in capsys.readouterr().err.replace("\n", " ")

@@ -604,7 +604,7 @@ def test_updates_within_the_backward_pass_leave_no_gradients() -> None:
     assert ids(history) == []
 
 
-def test_runs_without_the_hook_of_updates_are_not_judged() -> None:
+def test_updates_no_hook_sees_are_not_judged() -> None:
     history = with_updates_at([], [4.0] * 5)
     history.left_out = {"parameter_norms": "it cannot run: MemoryError"}
     assert "optimizer-not-stepped" not in ids(history)
