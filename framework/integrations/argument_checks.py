@@ -14,14 +14,13 @@ from ..hooks import StepSchedule, TrainingHook
 LOSS_MODULES = "torch.nn.modules.loss"
 
 
-def check_flags(flags: Mapping[str, Any]) -> None:
-    """Raise :class:`UsageError` for a flag that is not a bool: "no" would count as true."""
-    for name, value in flags.items():
-        require(isinstance(value, bool), f"{name} is {value!r}; it must be True or False.")
+def check_audit(audit: Any) -> None:
+    """Raise :class:`UsageError` if ``audit``, which the settings of a run call audit_hooks, is not a bool."""
+    require(isinstance(audit, bool), f"audit is {audit!r}; it must be True or False.")
 
 
 def check_hooks(hooks: Iterable[Any]) -> None:
-    """Raise :class:`UsageError` for an item of ``hooks`` that is no name, class or object of a hook."""
+    """Raise :class:`UsageError` for an item of ``hooks`` that is not the name, class or object of a hook."""
     for item in hooks:
         is_class = isclass(item) and issubclass(item, TrainingHook) and item is not TrainingHook
         require(
@@ -111,7 +110,7 @@ def check_scheduler(scheduler: Any) -> None:
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Raise :class:`UsageError` if an object is no Accelerator."""
+    """Raise :class:`UsageError` if an object is not an Accelerator."""
     fits = all(hasattr(accelerator, name) for name in ("scaler", "gradient_accumulation_steps", "backward"))
     require(
         fits, f"The accelerator is {_shown(accelerator)}; give the Accelerator of the loop, or leave accelerator= out."

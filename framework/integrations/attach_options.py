@@ -29,8 +29,8 @@ from ..hooks import (
 from ..names import as_names
 from ..runs import RunSettings
 from .argument_checks import (
+    check_audit,
     check_config,
-    check_flags,
     check_function,
     check_group,
     check_hooks,
@@ -112,6 +112,7 @@ class AttachOptions(RunSettings):
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for an invalid value."""
+        check_audit(self.audit_hooks)
         super().__post_init__()
         for name in ("hooks", "sinks"):
             value = getattr(self, name)
@@ -122,8 +123,6 @@ class AttachOptions(RunSettings):
         for name, accepted in words.items():
             if getattr(self, name) not in get_args(accepted):
                 raise unknown(f"value of {name}:", str(getattr(self, name)), get_args(accepted))
-        names = ("overwrite", "check_every_call", "profile_hooks", "hook_offload_state", "isolate_evaluation")
-        check_flags({"audit": self.audit_hooks, **{name: getattr(self, name) for name in names}})
         check_group(self.with_hooks)
         check_hooks(self.hooks)
         check_tables(self.hook_options, self.schedules)

@@ -281,7 +281,7 @@ class GradientsAllZero(Detector):
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the gradient was above 0 and is 0 since several steps, at a loss that is not 0."""
+        """Return a finding if the gradient was above 0 and has been 0 for several steps, at a loss that is not 0."""
         norms = gradient_norms(history)
         trained = np.flatnonzero(norms.values != 0)
         if not len(trained) or history.loss.last == 0:
@@ -293,8 +293,8 @@ class GradientsAllZero(Detector):
         yield self.finding(
             "critical",
             step,
-            f"All gradients are exactly 0 since step {step:,}, at a loss of {history.loss.last:.4g}: the model no "
-            "longer learns.",
+            f"All gradients have been exactly 0 since step {step:,}, at a loss of {history.loss.last:.4g}: the model "
+            "no longer learns.",
             "Print the outputs of a few rows: are they equal? Then lower the learning rate, or change what lets them "
             "collapse, such as a margin or a missing negative term.",
             Evidence(f"{CHECKS}/grad_norm", 0.0, None, "above 0"),

@@ -63,7 +63,7 @@ class DoublyNormalised(LossGraphDetector):
 
 @DetectorRegistry.register
 class LogSoftmaxMissing(LossGraphDetector):
-    """Finds a likelihood of outputs that are no log-probabilities."""
+    """Finds a likelihood of outputs that are not log-probabilities."""
 
     name = "log-softmax-missing"
     symptom = "The loss is negative"
@@ -87,8 +87,8 @@ class LogSoftmaxMissing(LossGraphDetector):
     )
     metric = "lacks_log_softmax"
     why = (
-        "nll_loss or ctc_loss gets logits or probabilities instead of log-probabilities, so that the loss is no "
-        "likelihood, and may fall without limit."
+        "nll_loss or ctc_loss gets logits or probabilities instead of log-probabilities, so that the loss is not "
+        "a likelihood."
     )
     remedy = "Apply torch.log_softmax(logits, dim=-1) before the loss, or use cross_entropy in place of nll_loss."
     confidence = 0.97
@@ -382,7 +382,7 @@ class InitialLossHigh(Detector):
         ),
         "weights": Threshold(3.0, "times 1/√fan_in; usual initialisations give 0.5 to 1.5"),
         "inputs": Threshold(3.0, "mean or standard deviation of inputs, which are normalised below it"),
-        "certain": Threshold(30.0, "times ln(C), which no model gives that was trained before"),
+        "certain": Threshold(30.0, "times ln(C), which no pretrained model gives"),
         "growth": Threshold(100.0, "largest over smallest block activation; those of sound models differ by 10"),
     }
     needs = (CHECKS,)
@@ -398,13 +398,13 @@ class InitialLossHigh(Detector):
             return
         if history.facts.get("scaler") and first > LEAST_SCALE * uniform:
             return  # the loss times the factor of a loss scaler
-        # The logits of a model that was trained before may be large for other data.
+        # The logits of a pretrained model may be large for other data.
         is_pretrained = bool(history.facts.get("frozen_modules")) or (
             first < self.limit("certain") * uniform and self._has_usual_scales(history)
         )
         when, remedy = self._reason(history, first / uniform)
         if is_pretrained:
-            when = "for a model that was trained before, other data may be the reason"
+            when = "for a pretrained model, other data may be the reason"
         yield self.finding(
             "info" if is_pretrained else "warning",
             1,
@@ -843,7 +843,7 @@ class TrainValidationDiverging(Detector):
             "warning",
             validation.first_step,
             f"The validation loss is exactly {values[0]:.4g} in all {len(values)} evaluations, while the training loss "
-            f"has fallen to {end_level(history.loss):.3g}: other weights are evaluated than those that are trained.",
+            f"has fallen to {end_level(history.loss):.3g}: the evaluated weights are not the trained ones.",
             "Evaluate the trained model itself; update averaged weights or a copy before you evaluate them.",
             Evidence(name, validation.last, None, "changes with the weights"),
             confidence=0.9,

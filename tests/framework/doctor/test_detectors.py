@@ -464,7 +464,7 @@ def test_small_updates_need_no_warm_up(ratio: float, expected: bool) -> None:
     ("largest", "deviation", "expected"), [(0.9, 1.0, False), (17.0, 1.0, True), (0.9, 80.0, True)]
 )
 def test_high_first_loss_needs_unusual_scales(largest: float, deviation: float, expected: bool) -> None:
-    """With usual weights and inputs it is that of a model that was trained before."""
+    """With usual weights and inputs it is that of a pretrained model."""
     history = with_losses([9.4] * 3, weight_scales={"count": 3, "median": 0.7, "largest": ["out.weight", largest]})
     history.add(3, {"training_checks/input_mean": 0.1, "training_checks/input_std": deviation})
     assert ("initial-loss-high" in ids(history)) is expected

@@ -8,6 +8,7 @@ import pytest
 import torch
 from loopscope.errors import HookError, UsageError
 from loopscope.hooks import StepSchedule, TrainingHook
+from loopscope.runs import RunFlags
 from torch import nn
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -93,3 +94,10 @@ def test_losses_that_are_no_number_are_named(tmp_path: Path, loss: Any, sentence
     with pytest.raises(HookError) as error:
         train()
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["overwrite", "audit_hooks", "resume", "exact"])
+def test_flags_of_experiments_are_bools(name: str) -> None:
+    """Sessions from Python take them, too."""
+    with pytest.raises(UsageError, match=f"{name} is 'no'; it must be True or False"):
+        RunFlags(**{name: "no"})
