@@ -54,24 +54,28 @@ def diff(words: Sequence[str]) -> None:
     problem = "cannot be compared: they share no checkpoint or digest of the same step, no JSONL and no final weights."
     require(bool(compared), f"{a.path} and {b.path} {problem}")
     difference = next((place for _, place in checked if place), None)
+    left_out = _in_one_run(a, b)
     content = {
         "runs": runs,
         "identical": difference is None,
         "difference": difference,
-        "compared": compared,
+        "compared": [*compared, *left_out],
         "settings": [
             {"part": row["part"], "name": row["name"], **row["values"]}
             for row in differing_parts(dict(zip("ab", records, strict=True)))
         ],
     }
-    Output.of("diff", words, given).write(content, {"settings": "first"}, lambda: _lines(content))
+    Output.of("diff", words, given).write(
+        content, {"settings": "first"}, lambda: _lines(content, complete=not left_out)
+    )
     if difference is not None:
         raise ReportedError(f"The runs differ {difference}.")
 
 
-def _lines(content: Mapping[str, Any]) -> list[str]:
+def _lines(content: Mapping[str, Any], *, complete: bool) -> list[str]:
     settings = [f"{row['part']}: {row['name']}: {row['a']} / {row['b']}" for row in content["settings"]]
-    return [*settings, *content["compared"], *(["The runs are identical."] if content["identical"] else [])]
+    conclusion = "The runs are identical." if complete else "What both runs have is identical."
+    return [*settings, *content["compared"], *([conclusion] if content["identical"] else [])]
 
 
 def _checkpoints(a: RunFolder, b: RunFolder) -> tuple[str, str]:
@@ -136,6 +140,12 @@ def _weights(a: RunFolder, b: RunFolder) -> tuple[str, str]:
     if names := differing_entries(*({"state": _loaded(run.weights)} for run in (a, b))):
         return f"Final weights: {', '.join(names[:5])} differ.", f"by the final weights, first in {names[0]}"
     return "Final weights: identical.", ""
+
+
+def _in_one_run(a: RunFolder, b: RunFolder) -> list[str]:
+    """Return a sentence if only one run has final weights, so that they were not compared."""
+    owners = [run.path for run in (a, b) if run.weights.is_file()]
+    return [f"Only {owners[0]} has final weights: not compared."] if len(owners) == 1 else []
 
 
 def _loaded(path: Path) -> dict[str, Any]:

@@ -172,7 +172,11 @@ def _copied_value(value: MetricValue, leaves: list[Tensor], name: object) -> Met
     if isinstance(value, (np.generic, np.ndarray)):
         value = float(value) if isinstance(value, np.floating) else value.item()
     if isinstance(value, Mapping):
-        return {_plain_key(key): _copied_value(item, leaves, key) for key, item in value.items()}
+        copied = {_plain_key(key): _copied_value(item, leaves, key) for key, item in value.items()}
+        if len({*map(str, copied)}) < len(value):
+            keys = ", ".join(map(repr, value))
+            raise ValueError(f"returned a dict with the keys {keys} as {name!r}; sinks write keys as equal texts")
+        return copied
     if isinstance(value, (list, tuple)):
         return [_copied_value(item, leaves, name) for item in value]
     if not isinstance(value, (int, float)):

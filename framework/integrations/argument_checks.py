@@ -74,6 +74,22 @@ def check_config(config: Any) -> None:
     """Raise :class:`UsageError` if the description of the training is not a dict of texts."""
     is_table = isinstance(config, Mapping)
     require(is_table, f'config is a {type(config).__name__}; it must be a dict of plain values: {{"name": value}}.')
+    if place := _place_of_cycle(config, "config", ()):
+        raise UsageError(f"{place} is one of the containers that hold it; leave this entry out of config.")
+
+
+def _place_of_cycle(item: Any, place: str, outer: tuple[int, ...]) -> str:
+    """Name an entry that is one of the containers around it; empty if there is none."""
+    if id(item) in outer:
+        return place
+    if isinstance(item, Mapping):
+        entries: Iterable[tuple[Any, Any]] = item.items()
+    elif isinstance(item, (list, tuple)):
+        entries = enumerate(item)
+    else:
+        return ""
+    places = (_place_of_cycle(value, f"{place}[{key!r}]", (*outer, id(item))) for key, value in entries)
+    return next(filter(None, places), "")
 
 
 def check_function(name: str, function: Callable[..., Any] | None, arguments: Sequence[str]) -> None:
@@ -99,13 +115,21 @@ def check_function(name: str, function: Callable[..., Any] | None, arguments: Se
         raise UsageError(f"{call} cannot be called: {error}; give a function with these arguments.") from error
 
 
-def check_scheduler(scheduler: Any) -> None:
-    """Raise :class:`UsageError` if a scheduler is a class, or has no ``step``."""
+def check_scheduler(scheduler: Any, optimizer: Any) -> None:
+    """Raise :class:`UsageError` if a scheduler is a class, has no ``step``, or schedules another optimizer."""
     fits = not isclass(scheduler) and all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict"))
     require(
         fits or scheduler is None,
         f"The scheduler is {_shown(scheduler)}; give the object of the loop, whose step() it calls, or leave "
         "scheduler= out.",
+    )
+    scheduled: Any = getattr(scheduler, "optimizer", None)
+    groups = {id(group) for group in optimizer.param_groups}
+    is_of_another = hasattr(scheduled, "param_groups") and groups.isdisjoint(map(id, scheduled.param_groups))
+    require(
+        not is_of_another,
+        f"The {type(scheduler).__name__} schedules another optimizer than the one given to attach; give the "
+        "scheduler of this optimizer, or leave scheduler= out.",
     )
 
 

@@ -197,7 +197,8 @@ def _attach_to_loop(
     items = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [unwrap_fabric(None, item)[1] for item in items]
     target = unwrap_fabric(target, None)[0]
-    optimizer, scheduler = _single_optimizer(optimizers), _given_scheduler(scheduler)
+    optimizer = _single_optimizer(optimizers)
+    scheduler = _given_scheduler(scheduler, optimizer)
     for name, given, of in (("scaler", scaler, GradScaler), ("scheduler", scheduler, object)):
         fits = given is None or (isinstance(given, of) and not isinstance(given, Optimizer))
         require(fits, f"The {name} is a {type(given).__name__}; give the loop's own {name}, or leave {name}= out.")
@@ -246,11 +247,11 @@ def _require_step_hooks(optimizer: Optimizer) -> None:
     )
 
 
-def _given_scheduler(given: Any) -> Any:
+def _given_scheduler(given: Any, optimizer: Any) -> Any:
     """Return the scheduler, or one object of several, without the wrappers of Accelerate."""
     items = given if isinstance(given, (list, tuple)) else [given]
     for item in items:
-        check_scheduler(_without_wrapper(item, "scheduler"))
+        check_scheduler(_without_wrapper(item, "scheduler"), optimizer)
     return single_scheduler([_without_wrapper(item, "scheduler") for item in items if item is not None])
 
 

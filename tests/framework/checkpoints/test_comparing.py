@@ -164,6 +164,15 @@ def test_short_or_damaged_log_is_a_difference(change, told: str, pair, capfd) ->
     assert (status, told in said) == (1, True), said
 
 
+def test_files_of_one_run_are_named(pair, capfd) -> None:
+    """Final weights that only one run still has are not compared, and the conclusion is limited to the rest."""
+    next(pair[1].glob("*.pt")).unlink()
+    status, said = diff(capfd, *pair)
+    assert status == 0
+    assert f"Only {pair[0]} has final weights: not compared." in said
+    assert said.rstrip().endswith("What both runs have is identical.")
+
+
 def test_final_weights_that_differ_are_named(pair, capfd) -> None:
     weights = torch.load(pair[1] / "plain_final.pt", weights_only=True)
     weights["4.bias"].view(torch.int32)[1] ^= 1

@@ -299,6 +299,7 @@ def test_skipped_hook_leaves_run_unchanged(hook_class, loop):
     [
         (torch.ones(2), r"ValueError: returned a tensor of shape \(2,\)"),
         ({"deep": [torch.ones(1, 1)]}, r"ValueError: returned a tensor of shape \(1, 1\)"),
+        ({"by_size": {1: 1.0, "1": 2.0}}, r"ValueError: returned a dict with the keys 1, '1' as 'by_size'"),
     ],
 )
 @pytest.mark.parametrize("point", [HookPoint.POST_STEP, HookPoint.POST_EPOCH])

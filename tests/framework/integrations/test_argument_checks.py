@@ -11,6 +11,8 @@ from loopscope.hooks import StepSchedule, TrainingHook
 from loopscope.runs import RunFlags
 from torch import nn
 
+CIRCULAR: dict[str, Any] = {"inner": []}
+CIRCULAR["inner"].append(CIRCULAR)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "flag as text": ({"overwrite": "no"}, "overwrite is 'no'; it must be True or False"),
     "flag as number": ({"audit": 1}, "audit is 1; it must be True or False"),
@@ -32,6 +34,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "text as seed": ({"seed": "a"}, "seed is 'a'; it must be an integer"),
     "fraction as seed": ({"seed": 1.5}, "seed is 1.5; it must be an integer"),
     "list as config": ({"config": [1]}, "config is a list; it must be a dict"),
+    "config that holds itself": ({"config": CIRCULAR}, "config['inner'][0] is one of the containers that hold it"),
     "number as loss": ({"loss": 3}, "loss is 3; it must be a function: loss(model, batch)"),
     "loss without arguments": ({"loss": lambda: 1}, "loss(model, batch) cannot be called"),
     "criterion as loss": (
@@ -41,6 +44,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "evaluation of a loader": ({"evaluate": lambda model, loader: {}}, "evaluate(model) cannot be called"),
     "number as scheduler": ({"scheduler": 3}, "The scheduler is 3"),
     "class of a scheduler": ({"scheduler": torch.optim.lr_scheduler.StepLR}, "The scheduler is the class StepLR"),
+    "scheduler of another optimizer": (
+        {"scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.AdamW([torch.ones(1)]), 1)},
+        "The StepLR schedules another optimizer than the one given to attach",
+    ),
     "number as accelerator": ({"accelerator": 3}, "The accelerator is 3"),
 }
 
