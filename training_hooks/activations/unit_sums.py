@@ -57,11 +57,13 @@ class UnitSums:
         median = magnitudes.flatten()[:: -(-magnitudes.numel() // MEDIAN_SAMPLE)].median()
         limit = torch.clamp(median * MASSIVE_RATIO, min=MASSIVE_MAGNITUDE)
         tokens = torch.full_like(limit, len(wide))
-        scaled_sums = (magnitudes / scale).sum(0)
+        # In place, since new memory of this size costs more than the arithmetic.
+        scaled = magnitudes.div_(scale)
+        scaled_sums = scaled.sum(0)
         nonfinite = _count(lambda: ~wide.isfinite(), ~scaled_sums.isfinite().all())
-        massive = _count(lambda: magnitudes > limit, ~(largest <= limit))  # also if the largest is NaN
+        massive = _count(lambda: wide.abs() > limit, ~(largest <= limit))  # also if the largest is NaN
         return cls(
-            (wide / scale).square().sum(0).double() * scale.double().square(),
+            scaled.square_().sum(0).double() * scale.double().square(),
             scaled_sums.double() * scale.double(),
             highest.double(),
             -lowest.double(),
