@@ -3,8 +3,9 @@
 Hessian-vector products are exact (reverse over reverse) or central differences of the gradient.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain, islice
 from typing import Literal, get_args
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..data import Batch, MicroBatches, micro_batches, rows
+from ..data import Batch, MicroBatches, micro_batches, part_of, rows
 from ..errors import LoopscopeError, shortened
 from ..isolation import (
     borrowed_buffers,
@@ -23,7 +24,7 @@ from ..isolation import (
     borrowed_modes,
     suspended_accumulation_hooks,
 )
-from ..state import TrainingState
+from ..state import TrainingState, tensors_of
 from ..tensors import (
     Vector,
     accumulate,
@@ -45,6 +46,8 @@ from .user_functions import check_number, loss_with_graph, without_graph
 
 Method = Literal["exact", "finite_difference"]
 METHODS: tuple[str, ...] = get_args(Method)
+FEW = 2
+"""Rows by which a pass shows the structure of a model; batch normalisation rejects a single one."""
 
 
 class ExactHessian:
@@ -112,6 +115,16 @@ def central_difference(
         overwrite(parameters, start)
     product = scaled(length / (2 * epsilon), minus(gradients_at_sides[0], gradients_at_sides[1]))
     return {name: product.get(name, torch.zeros_like(leaf)) for name, leaf in parameters.items()}
+
+
+@contextmanager
+def _compiling_nothing() -> Iterator[None]:
+    """Run functions of torch.compile as they are: compiled for other shapes first, they would compute other bits."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _dense(vector: Vector) -> Vector:
@@ -192,10 +205,35 @@ class LossProbe:
             self._gradient(batch, forward_backward)
 
     def loss_with_graph(self, batch: Batch) -> Tensor:
-        """Return the loss of the first micro-batch with its graph, from which hooks read the structure of the model."""
-        self._profiler.count_samples("forward", batch)
+        """Return the loss of the first micro-batch with its graph, from which hooks read the structure of the model.
+
+        On the CPU it is the loss of the first rows, which is faster, unless that fails or has no graph.
+        """
+        part = self._task.micro_batches(batch)[0][0]
+        few = self._first_rows(part)
+        if few is not None:
+            with suppress(Exception), _compiling_nothing():
+                loss = self._loss_of(few)
+                if loss.requires_grad:
+                    return loss
+        return self._loss_of(part)
+
+    def _loss_of(self, part: Batch) -> Tensor:
+        self._profiler.count_samples("forward", part)
         with self._borrowed_state():
-            return self._task.compute_loss(self._model, self._task.micro_batches(batch)[0][0])
+            return self._task.compute_loss(self._model, part)
+
+    def _first_rows(self, part: Batch) -> Batch | None:
+        """Return the first rows of a batch, or ``None`` if a loss of them could harm or would save little.
+
+        On an accelerator, row numbers in a batch that point beyond its first rows would end the process.
+        """
+        tensors = tensors_of(part)
+        on_host = all(tensor.device.type == "cpu" for tensor in (*tensors, *self._model.parameters()))
+        lengths = {len(tensor) for tensor in tensors if tensor.ndim}
+        if not on_host or self._task.compiled or self._task.ranks.are_many or len(lengths) != 1:
+            return None
+        return part_of(part, slice(FEW)) if lengths.pop() > FEW else None
 
     def mean_gradient(self, batches: Iterable[Batch]) -> dict[str, Tensor]:
         """Return the gradient of the mean loss over all rows of the batches."""
