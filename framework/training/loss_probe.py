@@ -210,10 +210,9 @@ class LossProbe:
         On the CPU it is the loss of the first rows, which is faster, unless that fails or has no graph.
         """
         part = self._task.micro_batches(batch)[0][0]
-        few = self._first_rows(part)
-        if few is not None:
+        if self._may_cut(part):
             with suppress(Exception), _compiling_nothing():
-                loss = self._loss_of(few)
+                loss = self._loss_of(part_of(part, slice(FEW)))
                 if loss.requires_grad:
                     return loss
         return self._loss_of(part)
@@ -223,17 +222,18 @@ class LossProbe:
         with self._borrowed_state():
             return self._task.compute_loss(self._model, part)
 
-    def _first_rows(self, part: Batch) -> Batch | None:
-        """Return the first rows of a batch, or ``None`` if a loss of them could harm or would save little.
+    def _may_cut(self, part: Batch) -> bool:
+        """Return whether a loss of the first rows of a batch can harm nothing and saves time.
 
         On an accelerator, row numbers in a batch that point beyond its first rows would end the process.
         """
         tensors = tensors_of(part)
-        on_host = all(tensor.device.type == "cpu" for tensor in (*tensors, *self._model.parameters()))
+        if self._task.compiled or self._task.ranks.are_many:
+            return False
+        if any(tensor.device.type != "cpu" for tensor in (*tensors, *self._model.parameters())):
+            return False
         lengths = {len(tensor) for tensor in tensors if tensor.ndim}
-        if not on_host or self._task.compiled or self._task.ranks.are_many or len(lengths) != 1:
-            return None
-        return part_of(part, slice(FEW)) if lengths.pop() > FEW else None
+        return len(lengths) == 1 and lengths.pop() > FEW
 
     def mean_gradient(self, batches: Iterable[Batch]) -> dict[str, Tensor]:
         """Return the gradient of the mean loss over all rows of the batches."""

@@ -93,6 +93,21 @@ def test_tensors_of_other_lengths_are_not_cut(tmp_path: Path) -> None:
     assert sizes_at_start(tmp_path, critical(nn.Linear(1, 1)), batch)[0] == [ROWS]
 
 
+class Sliceless:
+    """A batch that is no container, whose rows cannot be taken."""
+
+    def __init__(self) -> None:
+        self.x = torch.ones(ROWS, 4)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return getattr(self, name)
+
+
+@pytest.mark.filterwarnings("ignore:The scope ends without a step")
+def test_objects_that_cannot_be_cut_stay_whole(tmp_path: Path) -> None:
+    assert sizes_at_start(tmp_path, critical(nn.Linear(1, 1)), Sliceless())[0] == [ROWS]
+
+
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore:The scope ends without a step")
 def test_compiled_losses_are_not_compiled_for_rows(tmp_path: Path) -> None:
