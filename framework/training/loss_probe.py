@@ -3,7 +3,6 @@
 Hessian-vector products are exact (reverse over reverse) or central differences of the gradient.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -39,6 +38,7 @@ from ..tensors import (
     trainable,
     widened,
 )
+from .compilation import eagerly
 from .hessian_check import find_problem
 from .profiler import Profiler
 from .train_step import TrainingTask, borrowed_scaler, forward_backward, measure_gradients
@@ -115,16 +115,6 @@ def central_difference(
         overwrite(parameters, start)
     product = scaled(length / (2 * epsilon), minus(gradients_at_sides[0], gradients_at_sides[1]))
     return {name: product.get(name, torch.zeros_like(leaf)) for name, leaf in parameters.items()}
-
-
-@contextmanager
-def _compiling_nothing() -> Iterator[None]:
-    """Run functions of torch.compile as they are: compiled for other shapes first, they would compute other bits."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes a second
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def _dense(vector: Vector) -> Vector:
@@ -211,7 +201,8 @@ class LossProbe:
         """
         part = self._task.micro_batches(batch)[0][0]
         if self._may_cut(part):
-            with suppress(Exception), _compiling_nothing():
+            # Eagerly, since functions compiled for other shapes first would compute other bits in the training.
+            with suppress(Exception), eagerly():
                 loss = self._loss_of(part_of(part, slice(FEW)))
                 if loss.requires_grad:
                     return loss
