@@ -63,6 +63,16 @@ LIKELIHOODS = frozenset({"NllLoss", "NllLoss2D", "CtcLoss"})
 """Losses that take log-probabilities."""
 NOT_LOGARITHMS = frozenset({"Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Relu", "Softmax"})
 """Nodes whose output is certainly not that of a log-softmax."""
+REGRESSIONS = frozenset({"MseLoss", "SmoothL1Loss", "HuberLoss"})
+"""Losses of numbers, which save their targets."""
+RANGES = {
+    "Relu": (0.0, math.inf),
+    "Softplus": (0.0, math.inf),
+    "Sigmoid": (0.0, 1.0),
+    "Softmax": (0.0, 1.0),
+    "Tanh": (-1.0, 1.0),
+}
+"""Ranges of activations that are bounded."""
 SOFT_CROSS_ENTROPY = ("Div", "Neg", "Sum", "Mul", "LogSoftmax")
 """The mean that ``cross_entropy`` computes for targets that are probabilities."""
 
@@ -85,14 +95,18 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
     nodes = _path(root)
     names = [operation_of(node) for node in nodes]
     reduction, divisor, is_divided_by_tensor = _reduction(nodes, names)
+    factors = [_divisor(node, name) for node, name in zip(nodes, names, strict=True) if name in ("Mul", "Div")]
     return BackwardPass(
         loss_operations=tuple(node.name() for node in nodes),
         reduction=reduction,
         divisor=divisor,
+        largest_divisor=max([1.0, *(factor for factor in factors if factor is not None)]),
         is_divided_by_tensor=is_divided_by_tensor,
         class_count=_class_count(nodes, names),
         ignore_index=_ignore_index(nodes, names),
         **_target_facts(nodes, names),
+        **_regression_facts(nodes, names, is_mean=(reduction, divisor, is_divided_by_tensor) == ("mean", 1.0, False)),
+        target_sum=_target_sum(nodes, names),
         is_doubly_normalised=_is_doubly_normalised(names),
         lacks_log_softmax=_lacks_log_softmax(nodes, names),
         is_modified=_has_other_terms(nodes, names) or _has_scaled_logits(nodes, names),
@@ -258,6 +272,50 @@ def _target_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
     }
 
 
+def _regression_facts(nodes: list[Any], names: list[str], *, is_mean: bool) -> dict[str, Any]:
+    """Return facts about the targets of a regression on the CPU; reading those of an accelerator would wait.
+
+    ``is_mean``: the loss is a mean that nothing scales.
+    """
+    position = next((index for index, name in enumerate(names) if name in REGRESSIONS), None)
+    targets = None if position is None else _saved(nodes[position], "target")
+    if position is None or not isinstance(targets, Tensor) or targets.device.type != "cpu" or targets.numel() < 2:
+        return {}
+    # Of the first rows, since a quantile of a large tensor takes as long as a layer.
+    rows = targets.detach()[: max(2, MOST_TARGETS * len(targets) // targets.numel())] if targets.ndim else targets
+    values = rows.double()
+    if not bool(values.isfinite().all()):
+        return {}
+    ordered = values.flatten().sort().values
+    places = [round(share * (len(ordered) - 1)) for share in (0.0, 0.1, 0.9, 1.0)]
+    facts: dict[str, Any] = {"target_quantiles": tuple(ordered[places].tolist())}
+    if is_mean and len(values) > 1 and names[position] == "MseLoss" and not _has_terms(nodes[:position]):
+        facts["target_variance"] = float(values.var(dim=0, correction=0).mean())
+    inner = next((name for name in names[position + 1 :] if name not in VIEWS), "")
+    if inner in RANGES:
+        low, high = RANGES[inner]
+        facts["unreachable_fraction"] = float(((values < low) | (values > high)).double().mean())
+    return facts
+
+
+def _has_terms(nodes: list[Any]) -> bool:
+    """Return whether one of these nodes combines several terms."""
+    return any(len(_inputs(node)) > 1 for node in nodes)
+
+
+def _target_sum(nodes: list[Any], names: list[str]) -> float | None:
+    """Return the mean sum over the classes of the targets of a cross-entropy that are numbers, if known."""
+    count = len(SOFT_CROSS_ENTROPY)
+    starts = [index for index in range(len(names)) if tuple(names[index : index + count]) == SOFT_CROSS_ENTROPY]
+    if not starts:
+        return None
+    product = nodes[starts[0] + count - 2]
+    targets = next((item for name in ("other", "self") if isinstance(item := _saved(product, name), Tensor)), None)
+    if targets is None or targets.device.type != "cpu" or targets.ndim < 2 or not targets.numel():
+        return None
+    return float(targets.detach()[:MOST_TARGETS].double().sum(1).mean())
+
+
 def _saved_integer(node: Any, argument: str) -> int | None:
     """Return a saved integer; ``None`` if a node has none, or several, as sums over several dimensions do."""
     number = getattr(node, f"_saved_{argument}", None)
@@ -275,6 +333,8 @@ def _is_doubly_normalised(names: list[str]) -> bool:
 
 def _lacks_log_softmax(nodes: list[Any], names: list[str]) -> bool:
     """Return whether a loss that takes log-probabilities gets the output of a layer, or probabilities."""
+    if _is_divergence_of_probabilities(names):
+        return True
     position = next((index for index, name in enumerate(names) if name in LIKELIHOODS), len(names))
     node = next((node for node in nodes[position + 1 :] if operation_of(node) not in VIEWS), None)
     if node is None:
@@ -282,6 +342,12 @@ def _lacks_log_softmax(nodes: list[Any], names: list[str]) -> bool:
     # A linear layer on several dimensions may add its bias to the product.
     terms = [_without_views(term) for term in _inputs(node)] if operation_of(node) == "Add" else [node]
     return any(operation_of(term) in NOT_LOGARITHMS for term in terms)
+
+
+def _is_divergence_of_probabilities(names: list[str]) -> bool:
+    """Return whether ``kl_div``, which is t·log(t) − t·x, gets the probabilities of a softmax as x."""
+    remaining = [name for name in names if name not in VIEWS]
+    return any(tuple(remaining[place : place + 3]) == ("Sub", "Mul", "Softmax") for place in range(len(remaining)))
 
 
 def _without_views(node: Any) -> Any:

@@ -17,6 +17,8 @@ class BackwardPass(NamedTuple):
     """How the loss combines its elements: ``"mean"``, ``"sum"``, or empty if unknown."""
     divisor: float = 1.0
     """The number by which the reduced loss is divided, 1 without a division."""
+    largest_divisor: float = 1.0
+    """The largest of the numbers by which the loss is divided one after the other, at least 1."""
     is_divided_by_tensor: bool = False
     """Whether the loss is divided or multiplied by a tensor, such as a number of tokens; ``divisor`` leaves it out."""
     class_count: int = 0
@@ -31,10 +33,18 @@ class BackwardPass(NamedTuple):
     """Number of targets of the cross-entropy that it does not leave out; ``None`` if it is unknown."""
     first_targets: tuple[int, ...] = ()
     """The first targets of the cross-entropy, at most 64; empty if they are unknown."""
+    target_quantiles: tuple[float, ...] = ()
+    """The least target of a regression, its quantiles at 10 and 90 %, and the largest; empty if they are unknown."""
+    target_variance: float | None = None
+    """The mean squared error of predicting the mean target of the batch, by output; ``None`` for other losses."""
+    unreachable_fraction: float | None = None
+    """Share of the targets of a regression outside of the range of the model's last activation, if that is bounded."""
+    target_sum: float | None = None
+    """Mean over the rows of the sum of a cross-entropy's targets, if these are numbers instead of classes."""
     is_doubly_normalised: bool = False
     """Whether a log-softmax is applied to probabilities of a softmax, or a BCE with logits to those of a sigmoid."""
     lacks_log_softmax: bool = False
-    """Whether ``nll_loss`` or ``ctc_loss`` gets logits or probabilities instead of log-probabilities."""
+    """Whether ``nll_loss``, ``ctc_loss`` or ``kl_div`` gets logits or probabilities instead of log-probabilities."""
     is_modified: bool = False
     """Whether a cross-entropy is one of several terms of the loss, or multiplies its logits by a number above 5, as
     losses with a margin do, so that it does not start near that of equal probabilities."""

@@ -5,6 +5,12 @@ from collections.abc import Sequence
 
 from loopscope.hooks import BackwardPass
 
+PASS_METRICS = {
+    "target_variance": "mean_target_loss",
+    "unreachable_fraction": "unreachable_target_fraction",
+    "target_sum": "soft_target_sum",
+}
+"""Metrics that are means over the micro-batches, by the field of their descriptions."""
 TOLERANCE = 0.1
 """Deviation of the summed weights of micro-batches from 1 up to which the step averages them."""
 
@@ -37,7 +43,23 @@ def loss_facts(passes: Sequence[BackwardPass], rows: int = 0) -> dict[str, float
         **uniform,
         **_averaging(passes),
         **attention_facts(passes),
+        **_regression_facts(passes),
     }
+
+
+def _regression_facts(passes: Sequence[BackwardPass]) -> dict[str, float]:
+    """Return facts about targets that are numbers; nothing for other losses."""
+    facts: dict[str, float] = {}
+    quantiles = [one.target_quantiles for one in passes if one.target_quantiles]
+    if quantiles:
+        lowest, low, high, highest = zip(*quantiles, strict=True)
+        facts |= {"target_min": min(lowest), "target_max": max(highest)}
+        facts |= {"target_low": sum(low) / len(low), "target_high": sum(high) / len(high)}
+    for name, metric in PASS_METRICS.items():
+        values = [value for one in passes if (value := getattr(one, name)) is not None]
+        if values:
+            facts[metric] = sum(values) / len(values)
+    return facts
 
 
 def _averaging(passes: Sequence[BackwardPass]) -> dict[str, float]:
@@ -58,7 +80,8 @@ def is_summed(one: BackwardPass, micro_batches: int, rows: int) -> bool:
     The number of micro-batches is no such number, nor are small factors, as in ½·Σx².
     """
     least = max(rows, micro_batches + 1) if rows else 2 * micro_batches + 1
-    return one.reduction == "sum" and not one.is_divided_by_tensor and one.divisor < least
+    divisor = max(one.divisor, one.largest_divisor)  # a weight may follow the division by the rows
+    return one.reduction == "sum" and not one.is_divided_by_tensor and divisor < least
 
 
 def reduces_targets_alike(one: BackwardPass) -> bool:

@@ -107,7 +107,7 @@ class TrainingChecks(TrainingHook):
             | Should be the number of micro-batches for a mean loss. Tensors, such as numbers of tokens, are left out.
         doubly_normalised | 1 if a log-softmax gets the output of a softmax, or a BCE with logits that of a sigmoid
             | {0, 1} | 1: the loss expects logits, remove the normalisation of the model.
-        lacks_log_softmax | 1 if nll_loss or ctc_loss gets logits or probabilities, else 0 | {0, 1}
+        lacks_log_softmax | 1 if nll_loss, ctc_loss or kl_div gets logits or probabilities, else 0 | {0, 1}
             | 1: the loss expects the output of log_softmax.
         micro_batches | number of backward passes of the step | 1, 2, 3, … | Should be the intended accumulation.
         averages_micro_batches | 1 if the step has several micro-batches whose weights add up to 1 ± 0.1, or that are
@@ -130,6 +130,20 @@ class TrainingChecks(TrainingHook):
         uniform_loss | ln C; reported for a cross-entropy without further terms or scaled logits | [0, ∞)
             | The loss of equal probabilities, which the first losses should be near. Much larger first losses: the
             initialisation of the output layer. A loss that stays there: nothing is learned.
+        target_min | the least target of a regression; reported for mse_loss, smooth_l1_loss and huber_loss on the CPU
+            | (−∞, ∞) | Far below target_low: extreme rows, or a code for missing values, such as −999.
+        target_low | the 10 % quantile of the same targets; of several micro-batches the mean | (−∞, ∞)
+            | Far from 0, compared with target_high − target_low: targets are not centred.
+        target_high | their 90 % quantile, likewise | (−∞, ∞) | See target_low.
+        target_max | the largest of them | (−∞, ∞) | Far above target_high: see target_min.
+        mean_target_loss | mean over outputs of the variance of the batch's targets; reported for mse_loss, averaged,
+            without further terms | [0, ∞) | The loss of always predicting the mean. A loss that stays there: nothing is
+            learned.
+        unreachable_target_fraction | share of a regression's targets outside of the range of the model's last
+            activation; reported for ReLU, softplus, sigmoid, softmax and tanh | [0, 1]
+            | Above 0: no weights give these targets. Remove the activation, or scale the targets.
+        soft_target_sum | mean over rows of the sum of the targets, for a cross-entropy of targets that are numbers
+            | (−∞, ∞) | Should be 1. Above 1: rows have several labels, which need a loss for each class.
         input_mean | mean of the elements of x; reported for floating-point inputs | (−∞, ∞)
             | Far from 0 relative to input_std: inputs are not normalised.
         input_std | population standard deviation of the elements of x | [0, ∞) | Far from 1: inputs are not normalised.

@@ -34,7 +34,13 @@ class DeadUnits(Detector):
     }
     needs = ("activations", "training_checks")
     explains = frozenset(
-        {"loss-not-falling", "no-better-than-uniform", "vanishing-gradients", "parameters-without-gradient"}
+        {
+            "loss-not-falling",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+            "vanishing-gradients",
+            "parameters-without-gradient",
+        }
     )
 
     def detect(self, history: History) -> Iterable[Finding]:

@@ -73,6 +73,7 @@ class SortedByClass(Detector):
             "dead-units",
             "loss-spike",
             "loss-not-falling",
+            "no-better-than-mean",
             "exploding-gradients",
             "learning-rate-too-high",
             "loss-rising",
@@ -163,6 +164,7 @@ class InputsNotNormalised(Detector):
             "learning-rate-too-high",
             "nonfinite",
             "loss-not-falling",
+            "no-better-than-mean",
             "warm-up-missing",
             "no-better-than-uniform",
             "learning-rate-too-low",
@@ -203,6 +205,70 @@ class InputsNotNormalised(Detector):
 
 
 @DetectorRegistry.register
+class TargetsExtreme(Detector):
+    """Finds targets of a regression that are far outside of all others."""
+
+    name = "targets-extreme"
+    symptom = "The loss of a regression jumps, or is dominated by a few rows"
+    cause = (
+        "A few targets are far outside of the range of the others, and the squared error follows them: codes for "
+        "missing values, such as −999, wrong units, or a distribution with a long tail. Remove or mask these rows, or "
+        "train on the logarithm of the targets."
+    )
+    source = "the squared error weights a target by the square of its distance"
+    applies_to = "mse_loss, smooth_l1_loss and huber_loss, on the CPU"
+    thresholds = {
+        "distance": Threshold(30.0, "ranges of the middle 80 %; a normal distribution stays below 1.5"),
+        "repeated": Threshold(2, "checks with the same extreme value, which a code for missing values has"),
+    }
+    needs = (CHECKS,)
+    explains = frozenset(
+        {
+            "exploding-gradients",
+            "activations-grow",
+            "loss-spike",
+            "loss-not-falling",
+            "no-better-than-mean",
+            "loss-rising",
+            "gradient-jump",
+            "targets-not-normalised",
+            "initial-loss-high",
+            "learning-rate-too-high",
+            "clipping-too-strong",
+            "dead-units",
+            "train-validation-diverging",
+        }
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the least or the largest target is far outside of the middle 80 %."""
+        curves = {name: history.curve(f"{CHECKS}/target_{name}") for name in ("min", "low", "high", "max")}
+        low, high = median_of(curves["low"].values), median_of(curves["high"].values)
+        if len(curves["low"]) < 2 or not high > low:
+            return
+        extremes = {"min": low - curves["min"].values, "max": curves["max"].values - high}
+        side = max(extremes, key=lambda name: float(np.max(extremes[name])))
+        distance = float(np.max(extremes[side])) / (high - low)
+        if not distance > self.limit("distance"):
+            return
+        curve = curves[side]
+        value = float(np.min(curve.values) if side == "min" else np.max(curve.values))
+        is_code = int((curve.values == value).sum()) >= self.limit("repeated")
+        is_harmful = is_code or falls_short(history, 0.5)
+        step = int(curve.steps[curve.values == value][0])
+        yield self.finding(
+            "warning" if is_harmful else "info",
+            1 if is_code else step,
+            f"Targets reach {value:.4g} at step {step:,}, while 80 % of them lie between {low:.3g} and {high:.3g}"
+            + (": the same value at several steps, such as a code for missing values." if is_code else "."),
+            "Print the rows with extreme targets: mask or remove missing values and errors, or train on the logarithm "
+            "of the targets.",
+            Evidence(f"{CHECKS}/target_{side}", value, None, f"{low:.3g} to {high:.3g}"),
+            confidence=0.85 if is_code else 0.6,
+        )
+
+
+@DetectorRegistry.register
 class InputsConstant(Detector):
     """Finds inputs that are the same number everywhere."""
 
@@ -223,6 +289,7 @@ class InputsConstant(Detector):
             "vanishing-gradients",
             "no-better-than-uniform",
             "loss-not-falling",
+            "no-better-than-mean",
             "learning-rate-too-low",
             "rows-repeated",
             "layers-stop-learning",
@@ -287,7 +354,7 @@ class TargetsIgnored(Detector):
     applies_to = "integer targets"
     thresholds = {"share": Threshold(0.98, "masked language models ignore 85 %, long prompts up to 95 %")}
     needs = (CHECKS,)
-    explains = frozenset({"nonfinite", "loss-not-falling", "parameters-without-gradient"})
+    explains = frozenset({"nonfinite", "loss-not-falling", "no-better-than-mean", "parameters-without-gradient"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the share of ignored targets is near 1, or if those left are all the same."""

@@ -56,7 +56,14 @@ class WithoutGradient(Detector):
     }
     needs = ("training_checks",)
     explains = frozenset(
-        {"loss-not-falling", "no-better-than-uniform", "vanishing-gradients", "optimizer-without-effect"}
+        {
+            "loss-not-falling",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+            "vanishing-gradients",
+            "loss-rising",
+            "optimizer-without-effect",
+        }
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -113,7 +120,7 @@ class LayersStopLearning(Detector):
         "lasting": Threshold(50, "steps to the end; two networks that are trained in turn are frozen for less"),
     }
     needs = ("training_checks",)
-    explains = frozenset({"loss-not-falling", "no-better-than-uniform"})
+    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding about parameters that are frozen, or else without a gradient, for a while."""
@@ -178,6 +185,7 @@ class LeftoverGradients(Detector):
             "loss-spike",
             "loss-rising",
             "loss-not-falling",
+            "no-better-than-mean",
             "gradient-jump",
             "nonfinite",
         }
@@ -228,7 +236,15 @@ class OptimizerNotStepped(Detector):
     applies_to = "custom loops"
     thresholds = {"passes": Threshold(64, "without an update while the training runs; at its end three are enough")}
     needs = (CHECKS, "parameter_norms")
-    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "gradients-not-zeroed", "exploding-gradients"})
+    explains = frozenset(
+        {
+            "loss-not-falling",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+            "gradients-not-zeroed",
+            "exploding-gradients",
+        }
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if there are several backward passes for each update, or no update at all."""
@@ -277,7 +293,14 @@ class GradientsAllZero(Detector):
     thresholds = {"steps": Threshold(10, "in a row and up to now; single batches may have no error")}
     needs = (CHECKS,)
     explains = frozenset(
-        {"dead-units", "loss-not-falling", "layers-stop-learning", "vanishing-gradients", "optimizer-without-effect"}
+        {
+            "dead-units",
+            "loss-not-falling",
+            "no-better-than-mean",
+            "layers-stop-learning",
+            "vanishing-gradients",
+            "optimizer-without-effect",
+        }
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -320,6 +343,7 @@ class GradientsZeroedTooEarly(Detector):
             "optimizer-without-effect",
             "learning-rate-too-low",
             "loss-not-falling",
+            "no-better-than-mean",
             "no-better-than-uniform",
             "clipping-too-strong",
             "weight-decay-too-large",
@@ -371,7 +395,7 @@ class VanishingGradients(Detector):
         "count": Threshold(2, "a single parameter may have no effect by design"),
     }
     needs = ("parameter_norms",)
-    explains = frozenset({"loss-not-falling", "no-better-than-uniform"})
+    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if several weights have had a tiny gradient at two checks."""
@@ -430,6 +454,7 @@ class ExplodingGradients(Detector):
             "nonfinite",
             "loss-spike",
             "loss-not-falling",
+            "no-better-than-mean",
             "loss-rising",
             "learning-rate-too-high",
             "no-better-than-uniform",

@@ -36,6 +36,7 @@ class InitialScale(Detector):
             "exploding-gradients",
             "vanishing-gradients",
             "loss-not-falling",
+            "no-better-than-mean",
             "dead-units",
             "no-better-than-uniform",
             "nonfinite",
@@ -104,6 +105,7 @@ class ConstantWeights(Detector):
     explains = frozenset(
         {
             "loss-not-falling",
+            "no-better-than-mean",
             "no-better-than-uniform",
             "parameters-without-gradient",
             "vanishing-gradients",

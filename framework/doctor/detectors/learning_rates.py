@@ -21,6 +21,10 @@ from .levels import (
 )
 
 LR = "training_metrics/lr"
+LARGEST_RATE = 10.0
+"""The largest learning rate that is recommended."""
+LARGEST_FACTOR = 1e4
+"""Factor by which a learning rate is too high at most; larger updates come from exploding gradients."""
 LARGE_GROWTH = 2.5
 """Growth of the weight norm within 60 steps that no useful training needs; Adam at 0.01 has less than 2."""
 
@@ -68,6 +72,7 @@ class LearningRateTooHigh(Detector):
             "loss-spike",
             "exploding-gradients",
             "loss-not-falling",
+            "no-better-than-mean",
             "dead-units",
             "no-better-than-uniform",
             "gradient-jump",
@@ -111,9 +116,7 @@ class LearningRateTooHigh(Detector):
             "critical",
             int(ratios.steps[is_large][0]),
             f"The learning rate {_text(lr)} is too high: at step {step:,} one update {change}{harm}.",
-            f"Lower the learning rate, to {_text(lr / _factor(high))} for example"
-            + ("" if has_scheduler(history) else ", or add a warm-up")
-            + ".",
+            _remedy(lr, high, has_schedule=has_scheduler(history)),
             Evidence("training_checks/update_ratio", high, self.limit("ratio"), "1e-4 to 1e-2"),
             confidence=0.95 if harm and high > self.limit("certain") else 0.85,
         )
@@ -125,6 +128,18 @@ def _follows_a_jump(history: History, step: int, limit: float) -> bool:
     ratios = update_ratios(history)
     before = ratios.values[ratios.steps < (jump or 0)]
     return jump is not None and jump <= step and len(before) > 1 and float(np.max(before)) < 0.5 * limit
+
+
+def _remedy(lr: float, ratio: float, *, has_schedule: bool) -> str:
+    """Return what to do about updates of this size, relative to the weights."""
+    factor = _factor(ratio)
+    if factor > LARGEST_FACTOR:  # such a rate would train nothing
+        return (
+            "Clip the gradients, with torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before each step, check "
+            f"the initialisation, and lower the learning rate, to {_text(lr / 100)} for example."
+        )
+    warm_up = "" if has_schedule else ", or add a warm-up"
+    return f"Lower the learning rate, to {_text(lr / factor)} for example{warm_up}."
 
 
 def _factor(ratio: float) -> float:
@@ -194,9 +209,10 @@ class LearningRateTooLow(Detector):
         "ratio": Threshold(1e-4, "10 times below the usual 1e-3; only counts if the loss does not fall"),
         "certain": Threshold(5e-6, "about 1e5 steps would be needed to replace the weights"),
         "fall": Threshold(0.03, "a training that works falls by more within 50 steps"),
+        "clipped": Threshold(0.1, "of the gradient norm that is left; then clipping is the cause"),
     }
     needs = ("training_checks", "parameter_norms")
-    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "rounded-updates"})
+    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "rounded-updates"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if all updates at a steady learning rate are tiny."""
@@ -213,22 +229,32 @@ class LearningRateTooLow(Detector):
         is_slow = highest < self.limit("ratio") and history.step >= 50 and loss_fall(history) < self.limit("fall")
         if not (at_once or is_slow):
             return
+        clipped = median_of(history.curve("training_checks/clip_factor").values)
+        if clipped < self.limit("clipped") and not history.is_adam_like:
+            return  # the gradients are clipped to a small part of their norm
         factor = 10.0 ** round(-3 - math.log10(highest))
+        remedy = f"Raise the learning rate, to {_text(lr * factor)} for example."
+        if lr * factor > LARGEST_RATE:
+            remedy = (
+                "Look for what makes the gradients small, such as a factor of the loss, and raise the learning rate."
+            )
         yield self.finding(
             "warning",
             ratios.first_step,
             f"The learning rate {_text(lr)} is too low: an update changes the weights by only {highest:.1e} of their "
             f"size, so that the loss hardly falls.",
-            f"Raise the learning rate, to {_text(lr * factor)} for example.",
+            remedy,
             Evidence("training_checks/update_ratio", highest, self.limit("ratio"), "1e-4 to 1e-2"),
             confidence=0.9 if is_slow else 0.75,
         )
 
 
 def is_warming_up(history: History) -> bool:
-    """Return whether the newest learning rate is the highest so far, and above the first one."""
+    """Return whether the newest learning rate is the highest so far, and was lower a quarter of the steps earlier."""
     curve = lr_curve(history)
-    return len(curve) > 1 and curve.last > curve.first * 1.01 and curve.last >= 0.99 * float(np.nanmax(curve.values))
+    if len(curve) < 2 or not curve.last >= 0.99 * float(np.nanmax(curve.values)):
+        return False
+    return curve.last > 1.01 * curve.at(int(0.75 * curve.last_step))
 
 
 @DetectorRegistry.register
@@ -248,21 +274,32 @@ class WarmUpTooLong(Detector):
         "share": Threshold(0.5, "of the planned steps; without a plan, the end of the run"),
     }
     needs = ("training_metrics",)
-    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "learning-rate-too-low", "learning-rate-zero"})
+    explains = frozenset(
+        {
+            "loss-not-falling",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+            "learning-rate-too-low",
+            "learning-rate-zero",
+        }
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the newest learning rate is the highest, and far below the one of the optimizer."""
         groups = history.facts.get("groups") or [{}]
-        target = groups[0].get("initial_lr")
+        rates = [groups[0].get(name) for name in ("initial_lr", "max_lr")]  # the second is that of OneCycleLR
+        known = [float(rate) for rate in rates if isinstance(rate, (int, float))]
         curve = lr_curve(history)
-        if not isinstance(target, (int, float)) or len(curve) < 20 or not is_warming_up(history):
+        if not known or len(curve) < 20 or not is_warming_up(history):
             return
+        target = max(known)
         planned = history.planned_steps or 0
         is_late = history.step >= self.limit("share") * planned if planned else history.is_over
         if not is_late or curve.last >= self.limit("level") * target:
             return
         yield self.finding(
-            "warning" if planned else "info",  # a run without a plan may be the start of a longer one
+            # A run without a plan may be the start of a longer one, but OneCycleLR knows its number of steps.
+            "warning" if planned or len(known) > 1 else "info",
             curve.first_step,
             f"The warm-up is longer than the training: after {history.step:,} steps the learning rate is "
             f"{curve.last:.3g}, still rising, and {target:.3g} was set.",
@@ -290,7 +327,13 @@ class LearningRateZero(Detector):
     }
     needs = ("training_metrics",)
     explains = frozenset(
-        {"loss-not-falling", "no-better-than-uniform", "learning-rate-too-low", "optimizer-without-effect"}
+        {
+            "loss-not-falling",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+            "learning-rate-too-low",
+            "optimizer-without-effect",
+        }
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -350,7 +393,13 @@ class ScheduleEndsEarly(Detector):
     }
     needs = ("training_metrics",)
     explains = frozenset(
-        {"loss-not-falling", "learning-rate-zero", "learning-rate-too-low", "optimizer-without-effect"}
+        {
+            "loss-not-falling",
+            "no-better-than-mean",
+            "learning-rate-zero",
+            "learning-rate-too-low",
+            "optimizer-without-effect",
+        }
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -411,7 +460,7 @@ class CosineRises(Detector):
     applies_to = "CosineAnnealingLR, and unknown schedulers whose learning rate falls to 0 and rises gradually"
     thresholds = {"rise": Threshold(0.2, "share of the peak by which the learning rate rises after a minimum")}
     needs = ("training_metrics",)
-    explains = frozenset({"loss-spike", "loss-not-falling", "schedule-ends-early"})
+    explains = frozenset({"loss-spike", "loss-not-falling", "no-better-than-mean", "schedule-ends-early"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the learning rate of CosineAnnealingLR rises after it has fallen."""
@@ -471,6 +520,7 @@ class LearningRateJump(Detector):
             "dead-units",
             "activations-grow",
             "loss-not-falling",
+            "no-better-than-mean",
             "no-better-than-uniform",
         }
     )

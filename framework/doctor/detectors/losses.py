@@ -51,7 +51,15 @@ class DoublyNormalised(LossGraphDetector):
         "the logits from the model."
     )
     source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
-    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "vanishing-gradients", "learning-rate-too-low"})
+    explains = frozenset(
+        {
+            "loss-not-falling",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+            "vanishing-gradients",
+            "learning-rate-too-low",
+        }
+    )
     metric = "doubly_normalised"
     why = (
         "The model's output passes through a softmax or sigmoid, and the loss applies another one, so that its "
@@ -68,16 +76,17 @@ class LogSoftmaxMissing(LossGraphDetector):
     name = "log-softmax-missing"
     symptom = "The loss is negative"
     cause = (
-        "nll_loss and ctc_loss take log-probabilities, but get the logits or the probabilities of the model. Apply "
-        "log_softmax, or use cross_entropy in place of nll_loss."
+        "nll_loss, ctc_loss and kl_div take log-probabilities, but get the logits or the probabilities of the model. "
+        "Apply log_softmax, or use cross_entropy in place of nll_loss."
     )
     source = "torch.nn.NLLLoss and CTCLoss: the input is expected to contain log-probabilities"
-    applies_to = "nll_loss and ctc_loss"
+    applies_to = "nll_loss, ctc_loss and kl_div"
     explains = frozenset(
         {
             "loss-unbounded",
             "learning-rate-too-high",
             "loss-not-falling",
+            "no-better-than-mean",
             "loss-rising",
             "exploding-gradients",
             "activations-grow",
@@ -87,8 +96,8 @@ class LogSoftmaxMissing(LossGraphDetector):
     )
     metric = "lacks_log_softmax"
     why = (
-        "nll_loss or ctc_loss gets logits or probabilities instead of log-probabilities, so that the loss is not "
-        "a likelihood."
+        "nll_loss, ctc_loss or kl_div gets logits or probabilities instead of log-probabilities, so that the loss is "
+        "not a likelihood."
     )
     remedy = "Apply torch.log_softmax(logits, dim=-1) before the loss, or use cross_entropy in place of nll_loss."
     confidence = 0.97
@@ -107,7 +116,9 @@ class OneClass(Detector):
     source = "torch.nn.CrossEntropyLoss: an input of shape (N, C) with the logits of C classes"
     applies_to = "cross-entropy"
     needs = (CHECKS,)
-    explains = frozenset({"parameters-without-gradient", "dead-units", "loss-not-falling", "vanishing-gradients"})
+    explains = frozenset(
+        {"parameters-without-gradient", "dead-units", "loss-not-falling", "no-better-than-mean", "vanishing-gradients"}
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the loss has one class."""
@@ -139,6 +150,7 @@ class LossBroadcast(LossGraphDetector):
     explains = frozenset(
         {
             "loss-not-falling",
+            "no-better-than-mean",
             "dead-units",
             "vanishing-gradients",
             "learning-rate-too-low",
@@ -199,7 +211,7 @@ class TargetsShiftedWrongly(Detector):
     source = "causal models of transformers shift labels inside of the model; a custom loss must do it itself"
     applies_to = "models with causal attention and a cross-entropy over tokens, on the CPU"
     needs = (CHECKS,)
-    explains = frozenset({"no-better-than-uniform", "loss-not-falling"})
+    explains = frozenset({"no-better-than-uniform", "loss-not-falling", "no-better-than-mean"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the shift is 0 or 2 at every checked step, and attention is masked."""
@@ -240,12 +252,104 @@ class LogitsRectified(LossGraphDetector):
     )
     source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
     applies_to = "cross-entropies, and binary ones with logits"
-    explains = frozenset({"dead-units", "loss-not-falling", "no-better-than-uniform", "parameters-without-gradient"})
+    explains = frozenset(
+        {
+            "dead-units",
+            "loss-not-falling",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+            "parameters-without-gradient",
+        }
+    )
     metric = "logits_rectified"
     severity = "warning"
     why = "The model ends with a ReLU: no logit can be negative, and a class whose logit is 0 gets no gradient."
     remedy = "Remove the ReLU after the last layer."
     confidence = 0.9
+
+
+@DetectorRegistry.register
+class TargetsOutOfReach(Detector):
+    """Finds a regression whose last activation cannot give its targets."""
+
+    name = "targets-out-of-reach"
+    symptom = "A regression predicts some of its targets badly, whatever the other settings"
+    cause = (
+        "The model ends with an activation whose range does not contain the targets: ReLU gives nothing below 0, "
+        "sigmoid nothing outside of 0 to 1, tanh nothing outside of −1 to 1. Remove it, or scale the targets."
+    )
+    source = "the ranges of the activations of torch.nn"
+    applies_to = "mse_loss, smooth_l1_loss and huber_loss, on the CPU"
+    thresholds = {
+        "share": Threshold(0.03, "of the targets; fewer may be rounding or noise around a bound"),
+        "many": Threshold(0.3, "a critical finding"),
+    }
+    needs = (CHECKS,)
+    explains = frozenset(
+        {
+            "loss-not-falling",
+            "no-better-than-mean",
+            "dead-units",
+            "vanishing-gradients",
+            "inputs-not-normalised",
+            "targets-not-normalised",
+            "initial-loss-high",
+            "learning-rate-too-low",
+            "parameters-without-gradient",
+            "gradients-all-zero",
+        }
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if a part of the targets is out of reach at the last checks."""
+        curve = history.curve(f"{CHECKS}/unreachable_target_fraction")
+        share = median_of(curve.values)
+        if not share > self.limit("share"):
+            return
+        lowest, highest = (history.curve(f"{CHECKS}/target_{name}") for name in ("min", "max"))
+        yield self.finding(
+            "critical" if share > self.limit("many") else "warning",
+            curve.first_step,
+            f"The model ends with an activation (such as ReLU, sigmoid or tanh) whose range leaves out {share:.0%} of "
+            f"the targets, which go from {np.min(lowest.values):.3g} to {np.max(highest.values):.3g}.",
+            "Remove the activation after the last layer, or scale the targets to its range.",
+            Evidence(f"{CHECKS}/unreachable_target_fraction", share, self.limit("share"), "0"),
+            confidence=0.9,
+        )
+
+
+@DetectorRegistry.register
+class TargetsNotProbabilities(Detector):
+    """Finds a cross-entropy of numbers that are no probabilities, such as several labels of a row."""
+
+    name = "targets-not-probabilities"
+    symptom = "A classifier of several labels is worse than it should be"
+    cause = (
+        "cross_entropy takes probabilities that add up to 1, but the targets of a row add up to another number: rows "
+        "with several labels need binary_cross_entropy_with_logits, which asks for each class alone."
+    )
+    source = "torch.nn.CrossEntropyLoss: targets as probabilities for each class"
+    applies_to = "cross-entropies of targets that are numbers, on the CPU"
+    thresholds = {"deviation": Threshold(0.1, "of the mean sum from 1; rounding and smoothing stay below")}
+    needs = (CHECKS,)
+    explains = frozenset({"initial-loss-high", "loss-not-falling", "no-better-than-mean", "no-better-than-uniform"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the targets of a row do not add up to 1."""
+        curve = history.curve(f"{CHECKS}/soft_target_sum")
+        total = median_of(curve.values)
+        if not abs(total - 1) > self.limit("deviation"):
+            return
+        yield self.finding(
+            "warning",
+            curve.first_step,
+            f"The cross-entropy gets targets whose rows add up to {total:.3g} on average, not to 1, so they are no "
+            "probabilities of classes that exclude each other.",
+            "Use binary_cross_entropy_with_logits if rows have several labels; else give probabilities, or the numbers "
+            "of the classes.",
+            Evidence(f"{CHECKS}/soft_target_sum", total, 1 + self.limit("deviation"), "1"),
+            confidence=0.9,
+        )
 
 
 @DetectorRegistry.register
@@ -260,7 +364,7 @@ class NormalisedOverRows(LossGraphDetector):
     )
     source = "torch.nn.functional.log_softmax: dim"
     applies_to = "cross-entropies over a matrix of logits that is not square"
-    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "initial-loss-high"})
+    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "initial-loss-high"})
     metric = "normalised_over_rows"
     why = (
         "The log-softmax of the loss runs over the rows of the batch and not over the classes, so that the rows "
@@ -296,6 +400,7 @@ class LossSummed(Detector):
             "clipping-too-strong",
             "dead-units",
             "loss-not-falling",
+            "no-better-than-mean",
             "warm-up-missing",
         }
     )
@@ -332,7 +437,16 @@ class AccumulationNotAveraged(Detector):
     source = "gradient accumulation: the gradient of a mean is the mean of gradients"
     applies_to = "training with gradient accumulation"
     needs = (CHECKS,)
-    explains = frozenset({"learning-rate-too-high", "exploding-gradients", "loss-spike", "initial-loss-high"})
+    explains = frozenset(
+        {
+            "learning-rate-too-high",
+            "exploding-gradients",
+            "loss-spike",
+            "initial-loss-high",
+            "dead-units",
+            "loss-rising",
+        }
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the losses of several micro-batches are not divided by their number."""
@@ -453,6 +567,7 @@ class TargetsNotNormalised(Detector):
             "activations-grow",
             "exploding-gradients",
             "loss-not-falling",
+            "no-better-than-mean",
             "loss-spike",
             "dead-units",
             "learning-rate-too-high",
@@ -574,7 +689,7 @@ class NoBetterThanUniform(Detector):
         "first_update": Threshold(0.03, "of the weights; the first updates of AdamW change about 1 %"),
     }
     needs = (CHECKS,)
-    explains = frozenset({"loss-not-falling"})
+    explains = frozenset({"loss-not-falling", "no-better-than-mean"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last losses are near ln(C)."""
@@ -612,6 +727,52 @@ class NoBetterThanUniform(Detector):
             f"{uniform:.3g}, so the model has learned nothing. {reason}",
             remedy,
             Evidence(f"{CHECKS}/loss", last, self.limit("share") * uniform, f"far below {uniform:.3g}"),
+            confidence=0.5,
+        )
+
+
+@DetectorRegistry.register
+class NoBetterThanMean(Detector):
+    """Finds a regression that always predicts the mean of its targets."""
+
+    name = "no-better-than-mean"
+    symptom = "The loss of a regression stays at the variance of the targets"
+    cause = (
+        "The model predicts the mean of its targets for all inputs, so it has learned nothing from them: targets that "
+        "do not belong to their inputs (shuffled, or noise drawn again), inputs without information, or a cause that "
+        "another finding names."
+    )
+    source = "the mean squared error of the mean is the variance"
+    applies_to = "mse_loss without further terms, on the CPU, after 200 steps"
+    thresholds = {
+        "share": Threshold(0.97, "of the variance of the same batch; targets that inputs explain by less are rare"),
+        "steps": Threshold(200, "steps; models that learn are below the variance by then"),
+        "checks": Threshold(3, "checked batches in the second half, of which the median counts"),
+    }
+    needs = (CHECKS,)
+    explains = frozenset({"loss-not-falling", "learning-rate-too-low"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the losses of the second half are those of predicting the mean of each batch."""
+        loss, baseline = history.loss, history.curve(f"{CHECKS}/mean_target_loss")
+        patience = 0 if history.is_over else 0.2 * (history.planned_steps or 1500)
+        if loss.last_step < max(self.limit("steps"), patience) or is_warming_up(history):
+            return
+        is_late = (baseline.steps > 0.5 * loss.last_step) & (baseline.values > 0)
+        # Of the same batches, so that the differences between their variances cancel.
+        ratios = np.array([loss.at(int(step)) for step in baseline.steps[is_late]]) / baseline.values[is_late]
+        if len(ratios) < self.limit("checks") or not self.limit("share") < median_of(ratios) < 2:
+            return
+        variance, last = median_of(baseline.values[is_late]), end_level(loss)
+        yield self.finding(
+            "warning",
+            int(self.limit("steps")),
+            f"Suspicious: after {loss.last_step:,} steps the loss is {last:.3g}, and always predicting the mean of the "
+            f"targets gives {variance:.3g}, so the model has learned nothing from its inputs. If no other finding "
+            "explains it, the targets may not belong to their inputs.",
+            "Print a few rows with their targets and predictions; check that the targets are those that belong to the "
+            "inputs; try to overfit a single batch, which must bring the loss near 0.",
+            Evidence(f"{CHECKS}/loss", last, self.limit("share") * variance, f"far below {variance:.3g}"),
             confidence=0.5,
         )
 
@@ -818,8 +979,10 @@ class TrainValidationDiverging(Detector):
         "trained": Threshold(0.6, "share by which the training loss has fallen in the same case"),
         "fallen": Threshold(0.2, "the same share if all validation losses are the same number"),
         "learned_later": Threshold(0.93, "as learned, after five evaluations or more"),
+        "small": Threshold(0.02, "of the first training loss; smaller rises cost nothing"),
     }
     needs = ("training_metrics",)
+    explains = frozenset({"dead-units"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the validation loss has risen by a factor, or accuracies differ widely at the end."""
@@ -861,7 +1024,8 @@ class TrainValidationDiverging(Detector):
         train_then, train_now = loss.at(step), end_level(loss)
         rise = self.limit("memorised_rise" if train_now < 0.02 * values[-1] else "rise")
         is_rising = level > rise * values[best] and values[-1] > rise * values[best]
-        if not (is_rising and train_now < train_then and train_now < values[-1]):
+        is_small = values[-1] - values[best] < self.limit("small") * start_level(loss)
+        if is_small or not (is_rising and train_now < train_then and train_now < values[-1]):
             return None
         accuracy = history.curve("training_metrics/val_acc")
         then, now = accuracy.at(step), accuracy.last
@@ -949,8 +1113,11 @@ class TrainValidationDiverging(Detector):
     def _does_not_generalise(self, history: History, validation: Curve) -> bool:
         """Return whether all validation losses are those of equal probabilities or worse, and training losses not."""
         uniform, values = uniform_loss(history), validation.values
-        if len(values) < 3 or not math.isfinite(uniform) or not values.min() > self.limit("chance") * uniform:
+        if not len(values) or not math.isfinite(uniform) or not values.min() > self.limit("chance") * uniform:
             return False
+        if len(values) < 3:  # so few must be far off, and be measured after the training
+            is_late = validation.first_step > 0.5 * history.step
+            return is_late and values.min() > 1.1 * uniform and end_level(history.loss) < 0.5 * uniform
         accuracy = history.last("training_metrics/val_acc")
         learned = self.limit("learned" if len(values) < 5 else "learned_later")
         return end_level(history.loss) < learned * uniform and not accuracy > 2 * math.exp(-uniform)

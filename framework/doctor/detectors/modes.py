@@ -127,6 +127,7 @@ class DropoutTooStrong(Detector):
     explains = frozenset(
         {
             "loss-not-falling",
+            "no-better-than-mean",
             "no-better-than-uniform",
             "dead-units",
             "learning-rate-too-low",

@@ -121,7 +121,9 @@ class SkippedSteps(Detector):
         "share": Threshold(0.3, "a healthy scaler skips a few steps at the start and one in about 2,000 later")
     }
     needs = ("training_checks",)
-    explains = frozenset({"loss-not-falling", "optimizer-without-effect", "no-better-than-uniform"})
+    explains = frozenset(
+        {"loss-not-falling", "no-better-than-mean", "optimizer-without-effect", "no-better-than-uniform"}
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if many steps have no finite gradient."""

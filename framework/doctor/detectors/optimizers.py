@@ -1,6 +1,7 @@
 """Detectors of optimizer settings and of gradient clipping."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ class ClippingTooStrong(Detector):
         "fall": Threshold(0.8, "of the loss; where it falls further, clipping is a remark"),
     }
     needs = ("parameter_norms",)
-    explains = frozenset({"learning-rate-too-low", "loss-not-falling", "no-better-than-uniform"})
+    explains = frozenset({"learning-rate-too-low", "loss-not-falling", "no-better-than-mean", "no-better-than-uniform"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most steps are clipped to less than a tenth."""
@@ -101,7 +102,7 @@ class EpsilonTooLarge(Detector):
         "eps": Threshold(1e-5, "usual are 1e-8 to 1e-6"),
     }
     needs = ("optimizer_health",)
-    explains = frozenset({"learning-rate-too-low", "loss-not-falling", "no-better-than-uniform"})
+    explains = frozenset({"learning-rate-too-low", "loss-not-falling", "no-better-than-mean", "no-better-than-uniform"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for an unusual eps that determines most steps."""
@@ -136,6 +137,7 @@ class MomentumUnusual(Detector):
     explains = frozenset(
         {
             "loss-not-falling",
+            "no-better-than-mean",
             "loss-spike",
             "loss-rising",
             "learning-rate-too-high",
@@ -152,9 +154,8 @@ class MomentumUnusual(Detector):
         for group in history.facts.get("groups", ()):
             betas, momentum = group.get("betas") or [], group.get("momentum") or 0
             if len(betas) >= 2 and betas[0] > betas[1] and betas[0] >= 0.98:
-                yield self._finding(
-                    f"The betas ({betas[0]:g}, {betas[1]:g}) are probably swapped.", "betas", betas, 0.9
-                )
+                why = f"The betas ({betas[0]:g}, {betas[1]:g}) are probably swapped."
+                yield self._finding(why, "Use betas=(0.9, 0.999).", Evidence("facts/betas", betas, None, "0.9"), 0.9)
                 return
             first = betas[0] if betas else momentum if isinstance(momentum, (int, float)) else 0
             if first >= self.limit("momentum"):
@@ -162,14 +163,12 @@ class MomentumUnusual(Detector):
                     f"The momentum of {group['optimizer']} is {first:g}, an average over "
                     f"{1 / (1 - min(first, 0.999999)):,.0f} steps."
                 )
-                yield self._finding(why, "momentum", first, 0.8)
+                remedy = "Use betas=(0.9, 0.999)." if betas else "Use momentum=0.9."
+                yield self._finding(why, remedy, Evidence("facts/momentum", first, None, "0.9"), 0.8)
                 return
 
-    def _finding(self, why: str, name: str, value: object, confidence: float) -> Finding:
-        remedy = "Use betas=(0.9, 0.999), or momentum=0.9."
-        return self.finding(
-            "warning", 0, why, remedy, Evidence(f"facts/{name}", value, None, "0.9"), confidence=confidence
-        )
+    def _finding(self, why: str, remedy: str, evidence: Evidence, confidence: float) -> Finding:
+        return self.finding("warning", 0, why, remedy, evidence, confidence=confidence)
 
 
 @DetectorRegistry.register
@@ -187,6 +186,7 @@ class WeightsShrink(Detector):
         "shrinkage": Threshold(0.5, "of the initial norm; trainings that work keep or raise it"),
         "per_step": Threshold(0.02, "a weight without gradient is halved within 35 steps; usual are 1e-6 to 1e-3"),
         "usual": Threshold(1e-3, "up to which decay only shrinks weights that have hardly any gradient"),
+        "added": Threshold(0.1, "of Adam and other optimizers that divide the sum with the gradient by its size"),
     }
     needs = ("parameter_norms",)
     explains = frozenset(
@@ -194,6 +194,7 @@ class WeightsShrink(Detector):
             "no-better-than-uniform",
             "learning-rate-too-high",
             "loss-not-falling",
+            "no-better-than-mean",
             "vanishing-gradients",
             "dead-units",
             "loss-rising",
@@ -217,6 +218,19 @@ class WeightsShrink(Detector):
                 confidence=0.9,
             )
             return
+        added = [group for group in groups if _adds_decay(group) and group["weight_decay"] >= self.limit("added")]
+        if added:
+            kind = added[0]["optimizer"]
+            yield self.finding(
+                "warning",
+                0,
+                f"{kind} adds the weights times its weight_decay of {added[0]['weight_decay']:g} to the gradients and "
+                "outweighs them: its steps then mostly shrink the weights.",
+                f"Use AdamW, which does not mix both, or a weight_decay of at most 1e-3 with {kind}.",
+                Evidence("facts/groups", added[0]["weight_decay"], self.limit("added"), "0 to 1e-3"),
+                confidence=0.75,
+            )
+            return
         if len(norms) < 2 or not norms.first > 0 or not decay > self.limit("usual"):
             return
         share = norms.last / norms.first
@@ -234,3 +248,9 @@ class WeightsShrink(Detector):
                 ),
                 confidence=0.9,
             )
+
+
+def _adds_decay(group: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer adds its weight decay to a gradient that it then divides by its size."""
+    is_adaptive = group.get("optimizer") in ("Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
+    return is_adaptive and not group.get("decoupled_weight_decay") and _number(group.get("weight_decay")) > 0

@@ -27,7 +27,9 @@ class WithoutOptimizer(Detector):
         "for a part of the model only. Create the optimizer last, from all parameters, or set requires_grad to False."
     )
     source = "start-up facts"
-    explains = frozenset({"loss-not-falling", "no-better-than-uniform"})
+    explains = frozenset(
+        {"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "optimizer-without-effect"}
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the optimizers miss trainable parameters."""
@@ -64,7 +66,7 @@ class LayersNotRegistered(Detector):
         "in model.parameters(): they are not trained, saved or moved. Use nn.ModuleList, nn.ModuleDict or nn.Parameter."
     )
     source = "torch.nn.ModuleList: modules it contains are properly registered"
-    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "learning-rate-too-low"})
+    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "learning-rate-too-low"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if attributes of the model hold unregistered parameters that no optimizer trains."""

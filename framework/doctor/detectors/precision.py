@@ -33,7 +33,13 @@ class RoundedUpdates(Detector):
         ),
     }
     explains = frozenset(
-        {"loss-not-falling", "no-better-than-uniform", "learning-rate-too-low", "optimizer-without-effect"}
+        {
+            "loss-not-falling",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+            "learning-rate-too-low",
+            "optimizer-without-effect",
+        }
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -82,7 +88,14 @@ class Float16WithoutScaler(Detector):
     applies_to = "float16 weights or autocast to float16"
     needs = (CHECKS,)
     explains = frozenset(
-        {"nonfinite", "loss-not-falling", "no-better-than-uniform", "rounded-updates", "optimizer-without-effect"}
+        {
+            "nonfinite",
+            "loss-not-falling",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+            "rounded-updates",
+            "optimizer-without-effect",
+        }
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -157,7 +170,7 @@ class OptimizerWithoutEffect(Detector):
     source = "torch.optim documentation: the order of backward, step and zero_grad"
     thresholds = {"checks": Threshold(2, "one step may be skipped by a loss scaler")}
     needs = (CHECKS,)
-    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "learning-rate-too-low"})
+    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "learning-rate-too-low"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if steps change nothing, or if something restores the weights after each step."""
