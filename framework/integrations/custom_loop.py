@@ -265,7 +265,8 @@ class CustomLoop(Transient):
         """Raise :class:`UsageError` unless a batch is open whose gradients are not complete."""
         if not self._parts:
             early = "Take the next batch after the backward pass of this one, since the end of the data ends the epoch."
-            raise UsageError(f"{call} was called without a batch: {ADVICE}." + f" {early}" * self._attached.is_started)
+            advice = f"{ADVICE}; without a loader, iterate over scope.batches(range(STEPS))."
+            raise UsageError(f"{call} was called without a batch: {advice}" + f" {early}" * self._attached.is_started)
         if self._is_complete:
             raise UsageError(
                 f"{call} was called after the gradients of a step were complete and before its optimizer.step(). Give "

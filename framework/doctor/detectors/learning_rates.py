@@ -250,11 +250,21 @@ class LearningRateTooLow(Detector):
 
 
 def is_warming_up(history: History) -> bool:
-    """Return whether the newest learning rate is the highest so far, and was lower a quarter of the steps earlier."""
+    """Return whether the newest learning rate is the highest so far, and a warm-up has not reached its end.
+
+    It has not if the learning rate was lower a quarter of the steps ago, or is lower than the one that was set.
+    """
     curve = lr_curve(history)
-    if len(curve) < 2 or not curve.last >= 0.99 * float(np.nanmax(curve.values)):
+    if len(curve) < 2 or not curve.last > 1.01 * curve.first or curve.last < 0.99 * float(np.nanmax(curve.values)):
         return False
-    return curve.last > 1.01 * curve.at(int(0.75 * curve.last_step))
+    return curve.last > 1.01 * curve.at(int(0.75 * curve.last_step)) or curve.last < 0.9 * max(set_rates(history))
+
+
+def set_rates(history: History) -> list[float]:
+    """Return the learning rates that a warm-up leads to: that of the optimizer, and the largest of OneCycleLR."""
+    group = (history.facts.get("groups") or [{}])[0]
+    rates = [group.get(name) for name in ("initial_lr", "max_lr")]
+    return [float(rate) for rate in rates if isinstance(rate, (int, float))] or [0.0]
 
 
 @DetectorRegistry.register
@@ -286,13 +296,10 @@ class WarmUpTooLong(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the newest learning rate is the highest, and far below the one of the optimizer."""
-        groups = history.facts.get("groups") or [{}]
-        rates = [groups[0].get(name) for name in ("initial_lr", "max_lr")]  # the second is that of OneCycleLR
-        known = [float(rate) for rate in rates if isinstance(rate, (int, float))]
-        curve = lr_curve(history)
-        if not known or len(curve) < 20 or not is_warming_up(history):
-            return
+        known, curve = set_rates(history), lr_curve(history)
         target = max(known)
+        if not target or len(curve) < 20 or not is_warming_up(history):
+            return
         planned = history.planned_steps or 0
         is_late = history.step >= self.limit("share") * planned if planned else history.is_over
         if not is_late or curve.last >= self.limit("level") * target:

@@ -273,7 +273,7 @@ class TargetsOutOfReach(Detector):
     """Finds a regression whose last activation cannot give its targets."""
 
     name = "targets-out-of-reach"
-    symptom = "A regression predicts some of its targets badly, whatever the other settings"
+    symptom = "A regression predicts some of its targets badly, with any settings"
     cause = (
         "The model ends with an activation whose range does not contain the targets: ReLU gives nothing below 0, "
         "sigmoid nothing outside of 0 to 1, tanh nothing outside of −1 to 1. Remove it, or scale the targets."
@@ -718,7 +718,10 @@ class NoBetterThanUniform(Detector):
             )
             remedy = f"Add a warm-up or lower the learning rate. Then {print_rows}"
         else:
-            reason = "If no other finding explains it, the labels may not belong to their inputs."
+            reason = (
+                "If no other finding explains it, the labels may not belong to their inputs, or the model does not see "
+                "what tells them apart, such as the order of tokens."
+            )
             remedy = f"{print_rows[0].upper()}{print_rows[1:]}"
         yield self.finding(
             "warning",
@@ -1068,8 +1071,8 @@ class TrainValidationDiverging(Detector):
             validation.first_step,
             f"the validation loss was never below that of equal probabilities, ln(C) = {uniform:.3g}, while the "
             f"training loss has fallen to {trained:.3g}: the model does not generalise at all.",
-            "Print a few rows of both sets with their labels, which may not belong to their inputs; check that both "
-            "losses are averaged in the same way.",
+            "Compare a batch of both sets: normalisation, preprocessing, vocabulary, and whether the labels belong to "
+            "their inputs; check that both losses are averaged in the same way.",
             Evidence(name, validation.last, uniform, f"below {uniform:.3g}"),
             Evidence(f"{CHECKS}/loss", trained),
         )

@@ -6,6 +6,7 @@ import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import loopscope
 import pytest
@@ -506,3 +507,57 @@ def test_detectors_accept_single_extreme_values(recorded: History, data: st.Data
         extremes = EXTREME_COUNTS if holds_counts(recorded.curves[name]) else EXTREMES
         values[place : place + length] = [data.draw(st.sampled_from(extremes))] * len(values[place : place + length])
     diagnose_without_warnings(with_values(recorded, changed, status))
+
+
+def regression(values: dict[str, Any], loss: float = 1.0, steps: int = 400) -> History:
+    """Return the history of a finished regression with a constant loss and other metrics at four checked steps."""
+    history = History({"groups": [{"optimizer": "Adam", "lr": 1e-3}]})
+    history.add(steps, {"training_checks/loss": Series(list(range(1, steps + 1)), [loss] * steps)})
+    checks = [100, 250, 300, 350, 400]
+    for name, value in values.items():
+        listed = value if isinstance(value, list) else [value] * len(checks)
+        history.add(steps, {f"training_checks/{name}": Series(checks, listed)})
+    history.status = "complete"
+    return history
+
+
+@pytest.mark.parametrize(("baseline", "expected"), [(1.02, True), (0.99, True), (1.2, False), (0.4, False)])
+def test_losses_at_the_variance_of_targets(baseline: float, expected: bool) -> None:
+    found = severities(regression({"mean_target_loss": baseline}))
+    assert ("no-better-than-mean" in found) is expected
+
+
+@pytest.mark.parametrize(
+    ("largest", "severity"),
+    [([3.0] * 5, None), ([3, 999, 3, 999, 3], "warning"), ([3, 500, 3, 3, 3], "warning")],
+    ids=["usual", "code", "single row"],
+)
+def test_targets_far_outside_of_the_others(largest: list[float], severity: str | None) -> None:
+    values = {"target_min": -2.0, "target_low": -1.2, "target_high": 1.3, "target_max": largest}
+    assert severities(regression(values)).get("targets-extreme") == severity
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.0, None), (0.01, None), (0.1, "warning"), (0.5, "critical")])
+def test_targets_that_no_weights_can_give(share: float, severity: str | None) -> None:
+    values = {"unreachable_target_fraction": share, "target_min": -2.0, "target_max": 2.0}
+    assert severities(regression(values)).get("targets-out-of-reach") == severity
+
+
+@pytest.mark.parametrize(("total", "expected"), [(1.0, False), (0.95, False), (2.6, True), (0.0, True)])
+def test_targets_that_are_no_probabilities(total: float, expected: bool) -> None:
+    assert ("targets-not-probabilities" in severities(regression({"soft_target_sum": total}))) is expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"optimizer": "Adam", "weight_decay": 0.5}, True),
+        ({"optimizer": "Adam", "weight_decay": 0.01}, False),
+        ({"optimizer": "AdamW", "weight_decay": 0.5}, False),
+        ({"optimizer": "Adam", "weight_decay": 0.5, "decoupled_weight_decay": True}, False),
+    ],
+)
+def test_decay_that_adam_adds_to_gradients(options: dict[str, Any], expected: bool) -> None:
+    history = History({"groups": [{"lr": 1e-3, **options}]})
+    history.add(10, {"parameter_norms/total_weight_norm": Series([1, 10], [1.0, 1.0])})
+    assert ("weight-decay-too-large" in severities(history)) is expected

@@ -375,3 +375,65 @@ def test_first_targets_are_those_of_the_loss() -> None:
 @pytest.mark.filterwarnings("ignore:reduction")
 def test_modified_cross_entropies_are_found(compute: Callable[[], Tensor], expected: bool) -> None:
     assert describe_loss(compute()).is_modified is expected
+
+
+NUMBERS = torch.tensor([[-2.0, 0.5], [0.0, 3.0], [1.0, -1.0], [5.0, 0.25]])
+OUTPUTS = nn.Parameter(torch.linspace(-1, 1, 8).reshape(4, 2))
+
+
+def test_quantiles_and_variance_of_targets() -> None:
+    """The variance is that of each output over the rows, so that it is the loss of predicting the mean."""
+    found = describe_loss(F.mse_loss(OUTPUTS * 2, NUMBERS))
+    ordered = NUMBERS.flatten().sort().values
+    assert found.target_quantiles == tuple(ordered[[0, 1, 6, 7]].tolist())
+    assert found.target_variance == pytest.approx(F.mse_loss(NUMBERS.mean(0).expand(4, 2), NUMBERS).item())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda: 2 * F.mse_loss(OUTPUTS * 2, NUMBERS),
+        lambda: F.mse_loss(OUTPUTS * 2, NUMBERS, reduction="sum"),
+        lambda: F.mse_loss(OUTPUTS * 2, NUMBERS) + OUTPUTS.square().sum(),
+        lambda: F.smooth_l1_loss(OUTPUTS * 2, NUMBERS),
+    ],
+    ids=["scaled", "summed", "with penalty", "another loss"],
+)
+def test_other_losses_have_no_mean_to_beat(loss: Callable[[], Tensor]) -> None:
+    found = describe_loss(loss())
+    assert found.target_quantiles
+    assert found.target_variance is None
+
+
+@pytest.mark.parametrize(
+    ("activation", "share"),
+    [
+        (torch.relu, 2 / 8),
+        (torch.sigmoid, 4 / 8),
+        (torch.tanh, 3 / 8),
+        (lambda outputs: outputs.sigmoid().view(2, 4).view(4, 2), 4 / 8),
+        (lambda outputs: 10 * outputs.sigmoid(), None),
+        (lambda outputs: outputs, None),
+    ],
+    ids=["relu", "sigmoid", "tanh", "sigmoid and views", "scaled sigmoid", "linear"],
+)
+def test_targets_outside_of_the_last_activation(activation: Callable[[Tensor], Tensor], share: float | None) -> None:
+    assert describe_loss(F.mse_loss(activation(OUTPUTS * 2), NUMBERS)).unreachable_fraction == share
+
+
+def test_sums_of_targets_that_are_numbers() -> None:
+    several = torch.tensor([[1.0, 1.0, 0.0, 0.0, 1.0]] * ROWS)
+    assert describe_loss(F.cross_entropy(logits(), several)).target_sum == 3
+    assert describe_loss(F.cross_entropy(logits(), several.softmax(1))).target_sum == pytest.approx(1)
+    assert describe_loss(cross_entropy()).target_sum is None
+
+
+def test_divergence_of_probabilities_lacks_their_logarithm() -> None:
+    soft = torch.full((ROWS, CLASSES), 1 / CLASSES)
+    assert describe_loss(4 * F.kl_div(logits().softmax(1), soft, reduction="batchmean")).lacks_log_softmax
+    assert not describe_loss(4 * F.kl_div(logits().log_softmax(1), soft, reduction="batchmean")).lacks_log_softmax
+
+
+def test_weight_after_division_by_rows_is_no_sum() -> None:
+    found = describe_loss(10 * (F.mse_loss(OUTPUTS * 2, NUMBERS, reduction="sum") / 64))
+    assert (found.reduction, found.divisor, found.largest_divisor) == ("sum", pytest.approx(6.4), 64)

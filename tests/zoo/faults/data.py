@@ -407,3 +407,68 @@ def rows_are_mixed_by_a_wrong_reshape(recorder: Recorder) -> None:
     mixed = pixels.expand(-1, 4, -1, -1).permute(0, 2, 3, 1).reshape(-1, 4, 16, 16)[:, :1]
     rows = loader(TensorDataset(mixed[torch.randperm(6400, generator=generator(1))], labels))
     cnn_training(batches=rows, validation=None, epochs=1).run(recorder)
+
+
+@fault("mlp", causes.OUT_OF_REACH)
+def regression_ends_with_a_relu(recorder: Recorder) -> None:
+    """A perceptron for a regression ends with a ReLU, and half of the targets are negative."""
+    regression_training(model=nn.Sequential(mlp(out=1), nn.ReLU()), epochs=3).run(recorder)
+
+
+@fault("mlp", causes.OUT_OF_REACH)
+def regression_ends_with_a_sigmoid(recorder: Recorder) -> None:
+    """A perceptron for a regression ends with a sigmoid, and its targets go from −5 to 5."""
+    rows = loader(curve(1280, 1, scale=3.0))
+    model = nn.Sequential(mlp(out=1), nn.Sigmoid())
+    regression_training(model=model, batches=rows, validation=None, epochs=3).run(recorder)
+
+
+@fault("mlp", causes.EXTREME_TARGETS)
+def missing_targets_are_a_number(recorder: Recorder) -> None:
+    """Three of a hundred targets of a regression are missing, and are −999 in the file."""
+    points, targets = curve(1280, 1).tensors
+    targets[torch.rand(len(targets), generator=generator(8)) < 0.03] = -999.0
+    regression_training(batches=loader(TensorDataset(points, targets)), validation=None).run(recorder)
+
+
+@fault("mlp", causes.MEAN_OUTPUT, knowable=200)
+def diffusion_predicts_other_noise(recorder: Recorder) -> None:
+    """A denoiser is trained on noise that is drawn again instead of the noise that was added to its inputs."""
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        noisy = 0.7 * batch[0] + 0.7 * torch.randn_like(batch[0])
+        return functional.mse_loss(model(noisy), torch.randn_like(batch[0]))
+
+    points = clusters(1280, 1).tensors[0]
+    model = mlp(out=points.shape[1])
+    regression_training(model=model, batches=loader(TensorDataset(points)), loss=loss, validation=None, epochs=8).run(
+        recorder
+    )
+
+
+@fault("mlp", causes.NOT_PROBABILITIES)
+def several_labels_under_cross_entropy(recorder: Recorder) -> None:
+    """Rows with about three labels of ten, as zeros and ones, are trained with cross_entropy."""
+    points, labels = clusters(1280, 1).tensors
+    several = functional.one_hot(labels, 10) + functional.one_hot((labels + 3) % 10, 10)
+    several[points[:, 0] > 0, 0] = 1
+    rows = loader(TensorDataset(points, several.clamp(max=1).float()))
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    mlp_training(batches=rows, loss=loss, validation=None, epochs=3).run(recorder)
+
+
+@fault("mlp", causes.NO_LOG_SOFTMAX)
+def student_gives_kl_div_its_probabilities(recorder: Recorder) -> None:
+    """A student is distilled with kl_div of its probabilities, of which no logarithm is taken."""
+    torch.manual_seed(3)
+    teacher = mlp()
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            soft = (teacher(batch[0]) / 2).softmax(-1)
+        return 4 * functional.kl_div((model(batch[0]) / 2).softmax(-1), soft, reduction="batchmean")
+
+    mlp_training(loss=loss, validation=None, epochs=3).run(recorder)

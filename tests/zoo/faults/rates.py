@@ -228,3 +228,17 @@ def nanogpt_schedule_in_percent(recorder: Recorder) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+
+
+@fault("mlp", causes.DECAY_TOO_LARGE)
+def adam_with_a_decay_for_adamw(recorder: Recorder) -> None:
+    """Adam, which adds its weight decay to the gradient, has a weight decay of 0.5."""
+    mlp_training(lambda model: torch.optim.Adam(model.parameters(), 1e-2, weight_decay=0.5)).run(recorder)
+
+
+@fault("mlp", causes.WARM_UP_TOO_LONG)
+def one_cycle_is_stepped_per_epoch(recorder: Recorder) -> None:
+    """OneCycleLR knows the number of batches, but is stepped after each epoch, so that it hardly starts."""
+    training = mlp_training(lambda model: sgd(model, lr=0.05), epochs=6)
+    training.scheduler = torch.optim.lr_scheduler.OneCycleLR(training.optimizer, max_lr=0.1, total_steps=240)
+    training.run(recorder)

@@ -641,3 +641,33 @@ def square_loss_of_a_linear_model(recorder: Recorder) -> None:
     model = nn.Linear(FEATURES, 1)
     rows = loader(TensorDataset(points, targets))
     Training(model, sgd(model, lr=0.02, momentum=0.0), rows, square_loss, epochs=5).run(recorder)
+
+
+@healthy("mlp")
+def regression_between_0_and_1(recorder: Recorder) -> None:
+    """A regression whose targets are shares, and whose model ends with a sigmoid."""
+    points, targets = curve(1280, 1).tensors
+    rows = loader(TensorDataset(points, targets.sigmoid()))
+    model = nn.Sequential(mlp(out=1), nn.Sigmoid())
+    regression_training(model=model, batches=rows, validation=None).run(recorder)
+
+
+@healthy("mlp", falls=False)
+def regression_of_noisy_targets(recorder: Recorder) -> None:
+    """A regression whose inputs explain a tenth of the variance of its targets."""
+    rows = loader(curve(6400, 1, noise=2.7), 64)
+    regression_training(lambda net: adam(net, lr=1e-3), batches=rows, validation=None, epochs=4).run(recorder)
+
+
+@healthy("mlp")
+def distillation_with_a_temperature(recorder: Recorder) -> None:
+    """A student learns the outputs of a teacher by kl_div, times the square of the temperature."""
+    torch.manual_seed(3)
+    teacher = mlp()
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            soft = (4 * teacher(batch[0]) / 2).softmax(-1)
+        return 4 * functional.kl_div((model(batch[0]) / 2).log_softmax(-1), soft, reduction="batchmean")
+
+    mlp_training(loss=loss, validation=None).run(recorder)
