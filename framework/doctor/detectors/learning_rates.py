@@ -603,6 +603,7 @@ class WarmUpMissing(Detector):
     thresholds = {
         "rise": Threshold(1.3, "the highest early loss over the initial one; noise stays below 1.2"),
         "ratio": Threshold(0.01, "the largest early update; smaller ones do not raise the loss, but noise may"),
+        "fallen": Threshold(0.9, "of the loss, from which on the finding is a remark: the training has recovered"),
     }
     needs = ("training_checks",)
     explains = frozenset({"loss-spike", "exploding-gradients"})
@@ -629,7 +630,7 @@ class WarmUpMissing(Detector):
             return
         step = loss.first_step_where(loss.values > self.limit("rise") * loss.first) or 1
         yield self.finding(
-            "warning",
+            "info" if loss_fall(history) > self.limit("fallen") else "warning",
             step,
             f"The loss rose from {loss.first:.3g} to {highest:.3g} in the first steps, which start at the full "
             f"learning rate of {_text(initial_lr(history))}: a warm-up is missing.",
