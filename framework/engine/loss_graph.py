@@ -65,6 +65,10 @@ NOT_LOGARITHMS = frozenset({"Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Rel
 """Nodes whose output is certainly not that of a log-softmax."""
 REGRESSIONS = frozenset({"MseLoss", "SmoothL1Loss", "HuberLoss"})
 """Losses of numbers, which save their targets."""
+MOST_COLUMNS = 2**12
+"""Numbers of a row of targets of which statistics are computed."""
+TOLERANCE = 0.05
+"""Standard deviations by which targets may be outside of a range."""
 RANGES = {
     "Relu": (0.0, math.inf),
     "Softplus": (0.0, math.inf),
@@ -95,7 +99,9 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
     nodes = _path(root)
     names = [operation_of(node) for node in nodes]
     reduction, divisor, is_divided_by_tensor = _reduction(nodes, names)
-    factors = [_divisor(node, name) for node, name in zip(nodes, names, strict=True) if name in ("Mul", "Div")]
+    # Factors of more than one number belong to the model.
+    scaling = [(node, name) for node, name in zip(nodes, names, strict=True) if name in ("Mul", "Div")]
+    factors = [_divisor(node, name) for node, name in scaling if math.prod(_output(node)[0]) == 1]
     return BackwardPass(
         loss_operations=tuple(node.name() for node in nodes),
         reduction=reduction,
@@ -281,9 +287,7 @@ def _regression_facts(nodes: list[Any], names: list[str], *, is_mean: bool) -> d
     targets = None if position is None else _saved(nodes[position], "target")
     if position is None or not isinstance(targets, Tensor) or targets.device.type != "cpu" or targets.numel() < 2:
         return {}
-    # Of the first rows, since a quantile of a large tensor takes as long as a layer.
-    rows = targets.detach()[: max(2, MOST_TARGETS * len(targets) // targets.numel())] if targets.ndim else targets
-    values = rows.double()
+    values = _sample(targets.detach()).double()
     if not bool(values.isfinite().all()):
         return {}
     ordered = values.flatten().sort().values
@@ -294,8 +298,18 @@ def _regression_facts(nodes: list[Any], names: list[str], *, is_mean: bool) -> d
     inner = next((name for name in names[position + 1 :] if name not in VIEWS), "")
     if inner in RANGES:
         low, high = RANGES[inner]
-        facts["unreachable_fraction"] = float(((values < low) | (values > high)).double().mean())
+        margin = TOLERANCE * values.std(correction=0)  # noise around a bound is no mistake
+        facts["unreachable_fraction"] = float(((values < low - margin) | (values > high + margin)).double().mean())
     return facts
+
+
+def _sample(targets: Tensor) -> Tensor:
+    """Return about 2¹⁶ targets of the first rows at most, since sorting a large batch takes as long as a layer."""
+    if targets.ndim < 2:
+        return targets.reshape(-1)[:MOST_TARGETS]
+    columns = targets.flatten(1)
+    columns = columns[:, :: -(-columns.shape[1] // MOST_COLUMNS)]
+    return columns[: max(2, MOST_TARGETS // columns.shape[1])]
 
 
 def _has_terms(nodes: list[Any]) -> bool:
@@ -347,7 +361,8 @@ def _lacks_log_softmax(nodes: list[Any], names: list[str]) -> bool:
 def _is_divergence_of_probabilities(names: list[str]) -> bool:
     """Return whether ``kl_div``, which is t·log(t) − t·x, gets the probabilities of a softmax as x."""
     remaining = [name for name in names if name not in VIEWS]
-    return any(tuple(remaining[place : place + 3]) == ("Sub", "Mul", "Softmax") for place in range(len(remaining)))
+    forms = {(reduction, "Sub", "Mul", "Softmax") for reduction in ("Sum", "Mean")}
+    return any(tuple(remaining[place : place + 4]) in forms for place in range(len(remaining)))
 
 
 def _without_views(node: Any) -> Any:

@@ -38,7 +38,8 @@ class BackwardPass(NamedTuple):
     target_variance: float | None = None
     """The mean squared error of predicting the mean target of the batch, by output; ``None`` for other losses."""
     unreachable_fraction: float | None = None
-    """Share of the targets of a regression outside of the range of the model's last activation, if that is bounded."""
+    """Share of the targets of a regression outside of the range of the model's last activation, if that is bounded, by
+    more than 5 % of their standard deviation."""
     target_sum: float | None = None
     """Mean over the rows of the sum of a cross-entropy's targets, if these are numbers instead of classes."""
     is_doubly_normalised: bool = False

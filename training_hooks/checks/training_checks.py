@@ -140,7 +140,8 @@ class TrainingChecks(TrainingHook):
             without further terms | [0, ∞) | The loss of always predicting the mean. A loss that stays there: nothing is
             learned.
         unreachable_target_fraction | share of a regression's targets outside of the range of the model's last
-            activation; reported for ReLU, softplus, sigmoid, softmax and tanh | [0, 1]
+            activation by more than 5 % of their standard deviation; reported for ReLU, softplus, sigmoid, softmax and
+            tanh | [0, 1]
             | Above 0: no weights give these targets. Remove the activation, or scale the targets.
         soft_target_sum | mean over rows of the sum of the targets, for a cross-entropy of targets that are numbers
             | (−∞, ∞) | Should be 1. Above 1: rows have several labels, which need a loss for each class.

@@ -750,7 +750,7 @@ class NoBetterThanMean(Detector):
     thresholds = {
         "share": Threshold(0.97, "of the variance of the same batch; targets that inputs explain by less are rare"),
         "steps": Threshold(200, "steps; models that learn are below the variance by then"),
-        "checks": Threshold(3, "checked batches in the second half, of which the median counts"),
+        "checks": Threshold(3, "last checked batches, in the second half, of which the median counts"),
     }
     needs = (CHECKS,)
     explains = frozenset({"loss-not-falling", "learning-rate-too-low"})
@@ -762,11 +762,13 @@ class NoBetterThanMean(Detector):
         if loss.last_step < max(self.limit("steps"), patience) or is_warming_up(history):
             return
         is_late = (baseline.steps > 0.5 * loss.last_step) & (baseline.values > 0)
+        steps, variances = baseline.steps[is_late], baseline.values[is_late]
         # Of the same batches, so that the differences between their variances cancel.
-        ratios = np.array([loss.at(int(step)) for step in baseline.steps[is_late]]) / baseline.values[is_late]
-        if len(ratios) < self.limit("checks") or not self.limit("share") < median_of(ratios) < 2:
+        ratios = np.array([loss.at(int(step)) for step in steps]) / variances
+        count = int(self.limit("checks"))
+        if len(ratios) < count or not self.limit("share") < median_of(ratios[-count:]) < 2:
             return
-        variance, last = median_of(baseline.values[is_late]), end_level(loss)
+        variance, last = median_of(variances), end_level(loss)
         yield self.finding(
             "warning",
             int(self.limit("steps")),

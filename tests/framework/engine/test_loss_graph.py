@@ -437,3 +437,18 @@ def test_divergence_of_probabilities_lacks_their_logarithm() -> None:
 def test_weight_after_division_by_rows_is_no_sum() -> None:
     found = describe_loss(10 * (F.mse_loss(OUTPUTS * 2, NUMBERS, reduction="sum") / 64))
     assert (found.reduction, found.divisor, found.largest_divisor) == ("sum", pytest.approx(6.4), 64)
+
+
+def test_squares_of_probabilities_are_no_divergence() -> None:
+    target = torch.ones(ROWS, CLASSES)
+    assert not describe_loss((target - 2 * logits().softmax(1)).pow(2).mean()).lacks_log_softmax
+    assert not describe_loss(1 - (target * logits().softmax(1)).sum()).lacks_log_softmax
+
+
+def test_large_targets_are_sampled() -> None:
+    """A million targets of a batch take no longer than those of a small one; noise around a bound is reachable."""
+    outputs = nn.Parameter(torch.zeros(2, 2**19))
+    targets = torch.rand(2, 2**19) - 0.005
+    found = describe_loss(F.mse_loss(outputs.sigmoid(), targets))
+    assert found.unreachable_fraction == 0
+    assert found.target_variance == pytest.approx(F.mse_loss(targets, targets.mean(0).expand(2, -1)).item(), rel=0.1)
