@@ -17,7 +17,7 @@ ACCURATE = 2.0**-70
 CHUNK = 2**16
 """Elements that the CPU converts to float64 at a time, so that they stay in its cache."""
 PART = 2**12
-"""Elements whose squares the CPU adds up in float32."""
+"""Elements whose products the CPU adds up in float32."""
 DEVICE_CHUNK = 2**24
 """The same on other devices, where it limits the memory."""
 
@@ -64,7 +64,7 @@ def flat_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     pairs = [(_real(a, b).flatten(), _real(b, a).flatten()) if a.is_complex() else (a, b) for a, b in pairs]
     if not all(_is_plain(a) for a, _ in pairs):
         return torch.stack([_wide_product(a, b) for a, b in pairs])
-    fast = torch.stack([torch.dot(a, b).double() for a, b in pairs])
+    fast = torch.stack([_dot(a, b) for a, b in pairs])
     return _corrected(fast, ACCURATE, lambda place: _wide_product(*pairs[place]))
 
 
@@ -88,24 +88,24 @@ def length_of(tensor: Tensor) -> float | Tensor:
     if not _is_plain(tensor):
         return norms_of([tensor])[0]
     flat = tensor.reshape(-1)
-    square = _square(flat)
+    square = float(_dot(flat, flat))
     if square < ACCURATE and not flat.any():  # the common case of a tensor that has not changed
         return 0.0
     return math.sqrt(square if ACCURATE <= square < math.inf else float(_wide_product(flat, flat)))
 
 
-def _square(flat: Tensor) -> float:
-    """Return Σ x² of a vector on the CPU: of parts in its dtype, which are added up in float64.
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return a·b of vectors on the CPU, float64: products of parts are summed in their dtype, and the parts in float64.
 
-    Longer sums in float32 are off by up to 2e-6 with some libraries of BLAS. Numbers instead of tensors save half of
-    the time of small vectors.
+    Longer float32 sums of some BLAS libraries are wrong from the fourth digit on.
     """
-    whole = len(flat) // PART * PART
+    whole = len(a) // PART * PART
     if not whole:
-        return float(torch.dot(flat, flat))
-    parts, rest = flat[:whole].view(-1, PART), flat[whole:]
-    total = float(torch.linalg.vecdot(parts, parts).sum(dtype=torch.float64))
-    return total + float(torch.dot(rest, rest)) if len(rest) else total
+        return torch.dot(a, b).double()
+    total: Tensor = torch.linalg.vecdot(a[:whole].reshape(-1, PART), b[:whole].reshape(-1, PART)).sum(
+        dtype=torch.float64
+    )
+    return total + torch.dot(a[whole:], b[whole:]) if whole < len(a) else total
 
 
 def joined_length(lengths: Sequence[float | Tensor]) -> float | Tensor:

@@ -73,7 +73,6 @@ class SortedByClass(Detector):
             "dead-units",
             "loss-spike",
             "loss-not-falling",
-            "no-better-than-mean",
             "exploding-gradients",
             "learning-rate-too-high",
             "loss-rising",
@@ -219,7 +218,9 @@ class TargetsExtreme(Detector):
     applies_to = "mse_loss, smooth_l1_loss and huber_loss, on the CPU"
     thresholds = {
         "distance": Threshold(30.0, "ranges of the middle 80 %; a normal distribution stays below 1.5"),
-        "repeated": Threshold(2, "checks with the same extreme value, which a code for missing values has"),
+        "repeated": Threshold(
+            0.2, "of the checks with the same extreme value, as of a code; counts repeat theirs rarely"
+        ),
     }
     needs = (CHECKS,)
     explains = frozenset(
@@ -253,7 +254,8 @@ class TargetsExtreme(Detector):
             return
         curve = curves[side]
         value = float(np.min(curve.values) if side == "min" else np.max(curve.values))
-        is_code = int((curve.values == value).sum()) >= self.limit("repeated")
+        count = int((curve.values == value).sum())
+        is_code = count >= max(2, self.limit("repeated") * len(curve))
         is_harmful = is_code or falls_short(history, 0.5)
         step = int(curve.steps[curve.values == value][0])
         yield self.finding(
@@ -354,7 +356,7 @@ class TargetsIgnored(Detector):
     applies_to = "integer targets"
     thresholds = {"share": Threshold(0.98, "masked language models ignore 85 %, long prompts up to 95 %")}
     needs = (CHECKS,)
-    explains = frozenset({"nonfinite", "loss-not-falling", "no-better-than-mean", "parameters-without-gradient"})
+    explains = frozenset({"nonfinite", "loss-not-falling", "parameters-without-gradient"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the share of ignored targets is near 1, or if those left are all the same."""

@@ -51,15 +51,7 @@ class DoublyNormalised(LossGraphDetector):
         "the logits from the model."
     )
     source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "vanishing-gradients",
-            "learning-rate-too-low",
-        }
-    )
+    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "vanishing-gradients", "learning-rate-too-low"})
     metric = "doubly_normalised"
     why = (
         "The model's output passes through a softmax or sigmoid, and the loss applies another one, so that its "
@@ -86,7 +78,6 @@ class LogSoftmaxMissing(LossGraphDetector):
             "loss-unbounded",
             "learning-rate-too-high",
             "loss-not-falling",
-            "no-better-than-mean",
             "loss-rising",
             "exploding-gradients",
             "activations-grow",
@@ -116,9 +107,7 @@ class OneClass(Detector):
     source = "torch.nn.CrossEntropyLoss: an input of shape (N, C) with the logits of C classes"
     applies_to = "cross-entropy"
     needs = (CHECKS,)
-    explains = frozenset(
-        {"parameters-without-gradient", "dead-units", "loss-not-falling", "no-better-than-mean", "vanishing-gradients"}
-    )
+    explains = frozenset({"parameters-without-gradient", "dead-units", "loss-not-falling", "vanishing-gradients"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the loss has one class."""
@@ -211,7 +200,7 @@ class TargetsShiftedWrongly(Detector):
     source = "causal models of transformers shift labels inside of the model; a custom loss must do it itself"
     applies_to = "models with causal attention and a cross-entropy over tokens, on the CPU"
     needs = (CHECKS,)
-    explains = frozenset({"no-better-than-uniform", "loss-not-falling", "no-better-than-mean"})
+    explains = frozenset({"no-better-than-uniform", "loss-not-falling"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the shift is 0 or 2 at every checked step, and attention is masked."""
@@ -252,15 +241,7 @@ class LogitsRectified(LossGraphDetector):
     )
     source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
     applies_to = "cross-entropies, and binary ones with logits"
-    explains = frozenset(
-        {
-            "dead-units",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "parameters-without-gradient",
-        }
-    )
+    explains = frozenset({"dead-units", "loss-not-falling", "no-better-than-uniform", "parameters-without-gradient"})
     metric = "logits_rectified"
     severity = "warning"
     why = "The model ends with a ReLU: no logit can be negative, and a class whose logit is 0 gets no gradient."
@@ -301,7 +282,7 @@ class TargetsOutOfReach(Detector):
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if a part of the targets is out of reach at the last checks."""
+        """Return a finding if a part of the targets is out of reach in the median over the checks."""
         curve = history.curve(f"{CHECKS}/unreachable_target_fraction")
         share = median_of(curve.values)
         if not share > self.limit("share"):
@@ -320,7 +301,7 @@ class TargetsOutOfReach(Detector):
 
 @DetectorRegistry.register
 class TargetsNotProbabilities(Detector):
-    """Finds a cross-entropy of numbers that are no probabilities, such as several labels of a row."""
+    """Finds a cross-entropy of numbers that are not probabilities, such as several labels of a row."""
 
     name = "targets-not-probabilities"
     symptom = "A classifier of several labels is worse than it should be"
@@ -332,7 +313,7 @@ class TargetsNotProbabilities(Detector):
     applies_to = "cross-entropies of targets that are numbers, on the CPU"
     thresholds = {"deviation": Threshold(0.1, "of the mean sum from 1; rounding and smoothing stay below")}
     needs = (CHECKS,)
-    explains = frozenset({"initial-loss-high", "loss-not-falling", "no-better-than-mean", "no-better-than-uniform"})
+    explains = frozenset({"initial-loss-high", "loss-not-falling", "no-better-than-uniform"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the targets of a row do not add up to 1."""
@@ -343,8 +324,8 @@ class TargetsNotProbabilities(Detector):
         yield self.finding(
             "warning",
             curve.first_step,
-            f"The cross-entropy gets targets whose rows add up to {total:.3g} on average, not to 1, so they are no "
-            "probabilities of classes that exclude each other.",
+            f"The cross-entropy gets targets whose rows add up to {total:.3g} on average, not to 1, so they are "
+            "not probabilities of classes that exclude each other.",
             "Use binary_cross_entropy_with_logits if rows have several labels; else give probabilities, or the numbers "
             "of the classes.",
             Evidence(f"{CHECKS}/soft_target_sum", total, 1 + self.limit("deviation"), "1"),
@@ -364,7 +345,7 @@ class NormalisedOverRows(LossGraphDetector):
     )
     source = "torch.nn.functional.log_softmax: dim"
     applies_to = "cross-entropies over a matrix of logits that is not square"
-    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "initial-loss-high"})
+    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "initial-loss-high"})
     metric = "normalised_over_rows"
     why = (
         "The log-softmax of the loss runs over the rows of the batch and not over the classes, so that the rows "
@@ -689,7 +670,7 @@ class NoBetterThanUniform(Detector):
         "first_update": Threshold(0.03, "of the weights; the first updates of AdamW change about 1 %"),
     }
     needs = (CHECKS,)
-    explains = frozenset({"loss-not-falling", "no-better-than-mean"})
+    explains = frozenset({"loss-not-falling"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last losses are near ln(C)."""
@@ -756,7 +737,7 @@ class NoBetterThanMean(Detector):
     explains = frozenset({"loss-not-falling", "learning-rate-too-low"})
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the losses of the second half are those of predicting the mean of each batch."""
+        """Return a finding if the last checked losses are those of predicting the mean of their batches."""
         loss, baseline = history.loss, history.curve(f"{CHECKS}/mean_target_loss")
         patience = 0 if history.is_over else 0.2 * (history.planned_steps or 1500)
         if loss.last_step < max(self.limit("steps"), patience) or is_warming_up(history):

@@ -537,6 +537,17 @@ def test_targets_far_outside_of_the_others(largest: list[float], severity: str |
     assert severities(regression(values)).get("targets-extreme") == severity
 
 
+def test_rare_large_counts_are_no_code() -> None:
+    """Integers repeat their extremes now and then; that is a remark while the loss falls."""
+    steps = list(range(1, 401))
+    history = regression({"target_min": 0.0, "target_low": 0.0, "target_high": 1.0})
+    history.add(400, {"training_checks/loss": Series(steps, [9.0 * 0.99**step for step in steps])})
+    checks = list(range(10, 401, 10))
+    largest = [60.0 if step in (50, 300) else 5.0 for step in checks]
+    history.add(400, {"training_checks/target_max": Series(checks, largest)})
+    assert severities(history).get("targets-extreme") != "warning"
+
+
 @pytest.mark.parametrize(("share", "severity"), [(0.0, None), (0.01, None), (0.1, "warning"), (0.5, "critical")])
 def test_targets_that_no_weights_can_give(share: float, severity: str | None) -> None:
     values = {"unreachable_target_fraction": share, "target_min": -2.0, "target_max": 2.0}

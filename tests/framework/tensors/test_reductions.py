@@ -7,10 +7,14 @@ import torch
 from loopscope.tensors import (
     cosine,
     dot,
+    flat_products,
+    joined_length,
     joint_norm,
+    length_of,
     norm,
     norm_of_each,
     norms,
+    pieces,
     reductions,
     row_norms,
     scale_of,
@@ -104,3 +108,15 @@ def test_other_tensors_equal_dense_real_ones(kind):
     wide = [x.to(torch.complex128) for x in (a, b)]
     assert dot({"a": a}, {"a": b}).item() == pytest.approx((wide[0] * wide[1].conj()).sum().real.item(), rel=1e-5)
     assert norm({"a": a}).item() == pytest.approx(wide[0].norm().real.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [7, reductions.PART, reductions.PART + 1, 70_001, 2_000_000])
+@pytest.mark.parametrize("kind", ["equal", "rounded", "normal"])
+def test_long_float32_sums_keep_their_digits(count: int, kind: str) -> None:
+    """Sums of equal or rounded numbers lose the most digits in some BLAS libraries."""
+    values = torch.full((count,), 0.1) if kind == "equal" else torch.randn(count)
+    values = values.bfloat16().float() if kind == "rounded" else values
+    square = values.double().square().sum().item()
+    assert flat_products([(values, values)]).item() == pytest.approx(square, rel=1e-6)
+    lengths = [length_of(piece) for (piece,) in pieces(values)]
+    assert float(joined_length(lengths)) == pytest.approx(square**0.5, rel=1e-6)
