@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from loopscope.hooks import Remembered, Remembering
 from loopscope.tensors import (
+    PLAIN,
     Vector,
     groups_of,
     joined_length,
@@ -22,6 +23,10 @@ from loopscope.tensors import (
 from torch import Tensor, nn
 
 from .flat_vectors import sharded_like
+from .stored_tensors import StoredTensors
+
+SMALLEST_FILE = 2**24
+"""Copies of fewer bytes stay in memory."""
 
 
 class WeightCopy:
@@ -29,13 +34,15 @@ class WeightCopy:
 
     Args:
         parameters: the parameters to copy.
+        is_rarely_read: whether a large copy of parameters on the CPU may be in a temporary file instead of memory.
     """
 
     @torch.no_grad()
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], *, is_rarely_read: bool = False) -> None:
         self._versions = _versions(parameters)
-        shards = zip(parameters, local_shards(parameters.values()), strict=True)
-        self._copies = {name: _wide(shard.detach(), copy=True) for name, shard in shards}
+        shards = dict(zip(parameters, local_shards(parameters.values()), strict=True))
+        stored = _stored(shards) if is_rarely_read else None
+        self._copies = stored or {name: _wide(shard.detach(), copy=True) for name, shard in shards.items()}
         # The latest results, for another hook that asks for the same
         self._change_norms: tuple[Any, Tensor] | None = None
         self._norms: tuple[list[str], Tensor] | None = None
@@ -57,11 +64,14 @@ class WeightCopy:
 
     @classmethod
     def kept(cls, model: nn.Module, parameters: Mapping[str, Tensor]) -> Self:
-        """Return a copy of these parameters to keep between steps; hooks share one if all elements are equal."""
+        """Return a copy of these parameters to keep between reports; hooks share one if all elements are equal.
+
+        A large copy of parameters on the CPU is in a temporary file.
+        """
         latest = _KEPT.get(model)
         copy = None if latest is None else latest()
         if not isinstance(copy, cls) or not copy.equals(parameters):
-            copy = cls(parameters)
+            copy = cls(parameters, is_rarely_read=True)
             _KEPT[model] = ref(copy)
         return copy
 
@@ -77,11 +87,15 @@ class WeightCopy:
         """Return whether the copy has these names, and on this rank the same elements."""
         if [*self._copies] != [*parameters]:
             return False
-        pairs = [*zip(self._copies.values(), local_shards(parameters.values()), strict=True)]
-        if any(_kind(copy) != _kind(live) for copy, live in pairs):
-            return False
-        # One flag for all parameters, so that the host waits for a device once
-        flags = [(copy == live.detach()).all() for copy, live in pairs]
+        # One flag for all parameters of a device, so that the host waits for it once
+        flags = []
+        for copy, live in zip(self._copies.values(), local_shards(parameters.values()), strict=True):
+            if _kind(copy) != _kind(live):
+                return False
+            flag = (copy == live.detach()).all()
+            if flag.is_cpu and not flag:
+                return False
+            flags.append(flag)
         return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
     def named(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -170,6 +184,17 @@ def _movement(old: Tensor, new: Tensor) -> tuple[float | Tensor, Tensor, Tensor]
         changed.append(torch.count_nonzero(change))
         largest.append(change.abs_().amax() if change.numel() else change.sum())
     return joined_length(lengths), torch.stack(largest).amax(), torch.stack(changed).sum()
+
+
+def _stored(shards: Mapping[str, Tensor]) -> StoredTensors | None:
+    """Return copies in a temporary file, or None if the shards are small, not on the CPU, or cannot be written."""
+    sizes = [shard.numel() * _kind(shard)[0].itemsize for shard in shards.values()]
+    if sum(sizes) < SMALLEST_FILE or not all(type(shard) in PLAIN and shard.is_cpu for shard in shards.values()):
+        return None
+    try:
+        return StoredTensors((name, _wide(shard)) for name, shard in shards.items())
+    except OSError:
+        return None  # no folder for temporary files, or a full disk
 
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:

@@ -34,7 +34,8 @@ class ParameterDelta(TrainingHook):
     decay and committing hooks. Movements that cancel out in between do not count.
 
     Assumes that the same parameters are trained from one report to the next; if the set of trained parameters changes,
-    the hook skips a report. Keeps one copy of the parameters in float32 or wider, which path_length shares.
+    the hook skips a report. Keeps one copy of the parameters in float32 or wider, which path_length shares; for a
+    model on the CPU, a large one is in a temporary file (in ``TMPDIR``) instead of memory.
     """
 
     name = "parameter_delta"

@@ -28,7 +28,8 @@ class PathLength(TrainingHook):
     Assumes that the same parameters are trained throughout: one that is frozen later does not move, one that is
     unfrozen later is not part of the path. Keeps up to three copies of the parameters, in float32 or wider: at the
     start, at the last report, and at the newest point. Equal copies are one, and parameter_delta shares that at the
-    last report.
+    last report. For a model on the CPU, large copies of the first two are in a temporary file (in ``TMPDIR``), not in
+    memory.
 
     Args:
         every: steps from one point of the path to the next.

@@ -1,13 +1,28 @@
 """Copies of the weights: what they measure, and when hooks share one."""
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from loopscope.tensors import trainable
 from loopscope.tensors.reductions import CHUNK
-from loopscope.training_hooks.measures import WeightCopy, WeightMemory
+from loopscope.training_hooks.measures import WeightCopy, WeightMemory, stored_tensors, weight_copies
+from loopscope.training_hooks.measures.stored_tensors import StoredTensors
 from torch import nn
 
 from tests.training_hooks.reloading import through_a_file
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
+
+
+@pytest.fixture(autouse=True, params=[weight_copies.SMALLEST_FILE, 0], ids=["memory", "file"])
+def smallest_file(request, monkeypatch):
+    """Run every test with copies in memory, and with those in a temporary file that may be there."""
+    monkeypatch.setattr(weight_copies, "SMALLEST_FILE", request.param)
+    return request.param
 
 
 def model_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -90,3 +105,46 @@ def test_restored_memory_shares_equal_copies():
     assert again.copies["interval"].equals(trainable(model))
     again.follow("newest", model)
     assert torch.equal(again.copies["start"]["p0"], state["vectors"]["start"]["p0"])
+
+
+def test_kept_copies_may_be_in_a_file(smallest_file):
+    model, memory = model_of((2, 3)), WeightMemory()
+    memory.reset_to(model, trainable(model), "start", "newest")
+    memory.follow("newest", model)
+    in_file = {name: isinstance(copy._copies, StoredTensors) for name, copy in memory.copies.items()}
+    assert in_file == {"start": smallest_file == 0, "newest": False}
+
+
+@pytest.mark.parametrize("size", [(4,), (2**16,)])
+@pytest.mark.parametrize("folder", ["missing", "full"])
+def test_copies_without_a_file_are_in_memory(folder, size, monkeypatch):
+    """A folder for temporary files that is missing or full costs memory, not the copy."""
+
+    def failing():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    full = partial(Path("/dev/full").open, "w+b")
+    monkeypatch.setattr(stored_tensors, "TemporaryFile", failing if folder == "missing" else full)
+    model, memory = model_of(size), WeightMemory()
+    memory.reset_to(model, trainable(model), "start")
+    assert isinstance(memory.copies["start"]._copies, dict)
+    assert memory.copies["start"].equals(trainable(model))
+
+
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), max_size=4))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_stored_tensors_are_read_in_any_order(kinds):
+    """Every dtype and shape, the empty one included, has the bytes that were written."""
+    tensors = {str(place): torch.randn(shape, dtype=dtype) for place, (dtype, shape) in enumerate(kinds)}
+    stored = StoredTensors(tensors.items())
+    assert [*stored] == [*tensors]
+    for name in reversed(tensors):
+        assert stored[name].dtype == tensors[name].dtype
+        assert torch.equal(stored[name], tensors[name])
+
+
+def test_a_shortened_file_is_an_error():
+    stored = StoredTensors([("weight", torch.randn(4))])
+    stored._file.truncate(8)
+    with pytest.raises(OSError, match="copy of 'weight' is shorter"):
+        stored["weight"]

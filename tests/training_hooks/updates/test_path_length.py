@@ -8,7 +8,8 @@ import torch
 from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.state.digest import described
-from loopscope.training_hooks.updates import PathLength, path_length
+from loopscope.training_hooks.measures import weight_copies
+from loopscope.training_hooks.updates import ParameterDelta, PathLength, path_length
 from torch import nn
 
 from tests.support import LOOPS, MODELS, Case, SpyHook, assert_same_bytes, at, train
@@ -77,6 +78,20 @@ def test_resumed_hook_reports_same_metrics(case, monkeypatch):
     reloaded = train(case, [reloading(PathLength)], steps=8)
     assert described(reloaded.sink.rows("path_length/")) == described(uninterrupted.sink.rows("path_length/"))
     assert_same_bytes(reloaded, case, 8)
+
+
+@pytest.mark.parametrize(
+    "hooks", [[PathLength], [ParameterDelta], [PathLength, ParameterDelta]], ids=["path", "delta", "both"]
+)
+def test_copies_in_a_file_change_no_metric(hooks, monkeypatch):
+    """Copies in a temporary file give the same numbers, also after the hooks are reloaded at every call."""
+    in_memory = train(Case(), [hook() for hook in hooks], steps=8)
+    monkeypatch.setattr(weight_copies, "SMALLEST_FILE", 0)
+    in_file = train(Case(), [hook() for hook in hooks], steps=8)
+    reloaded = train(Case(), [reloading(hook) for hook in hooks], steps=8)
+    assert in_memory.sink.rows("") != []
+    assert described(in_file.sink.rows("")) == described(in_memory.sink.rows(""))
+    assert described(reloaded.sink.rows("")) == described(in_memory.sink.rows(""))
 
 
 def walk(hook: TrainingHook, positions: torch.Tensor) -> dict[str, float]:

@@ -1,0 +1,61 @@
+"""Tensors in a temporary file, for copies that are large and rarely read."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from math import prod
+from tempfile import TemporaryFile
+from typing import IO
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """Copies of tensors by name in a temporary file; each access reads one of them into memory, on the CPU.
+
+    The file is in the folder for temporary files (``TMPDIR``). It has no name there, so the system deletes it when this
+    object or the process ends, however that happens.
+
+    Args:
+        tensors: names and tensors, on any device; they are read one after the other.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._places: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
+        self._file = TemporaryFile()  # noqa: SIM115 - open as long as this object exists
+        finalize(self, _close, self._file)
+        for name, tensor in tensors:
+            self._places[name] = self._file.tell(), tensor.dtype, tensor.shape
+            buffer, content = _memory_for(tensor.dtype, tensor.shape)
+            content.copy_(tensor.detach())
+            self._file.write(buffer)
+        self._file.flush()
+
+    def __getitem__(self, name: str) -> Tensor:
+        offset, dtype, shape = self._places[name]
+        buffer, content = _memory_for(dtype, shape)
+        self._file.seek(offset)
+        if self._file.readinto(buffer) != len(buffer):
+            raise OSError(f"The temporary file with a copy of {name!r} is shorter than when it was written.")
+        return content
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _close(file: IO[bytes]) -> None:
+    with suppress(OSError):  # closing a file repeats a write that failed
+        file.close()
+
+
+def _memory_for(dtype: torch.dtype, shape: torch.Size) -> tuple[bytearray, Tensor]:
+    """Return memory as bytes and as a tensor."""
+    buffer = bytearray(prod(shape) * dtype.itemsize)
+    return buffer, torch.frombuffer(buffer, dtype=dtype).view(shape) if buffer else torch.empty(shape, dtype=dtype)
