@@ -120,8 +120,8 @@ class TensorLoader(Loader):
         for piece in self._pieces(self._checked_order(epoch), start):
             # Gathering by an index on the host would copy it for each tensor, and wait for the device every time.
             indices = {device: self._split(piece.to(device)) for device in devices}
-            for batch in zip(*[indices[tensor.device] for tensor in self._tensors], strict=True):
-                yield tuple([tensor[index] for tensor, index in zip(self._tensors, batch, strict=True)])
+            gathered = [map(tensor.__getitem__, indices[tensor.device]) for tensor in self._tensors]
+            yield from zip(*gathered, strict=True)
 
     def row_indices(self, epoch: int, start: int = 0) -> Iterator[Tensor] | None:
         """Return the rows of each batch in the order of ``epoch``; ``None`` in a subclass with custom batches."""

@@ -117,7 +117,8 @@ class Alternating(Loader):
                 self.left = middle[0]
                 return
             yield batch
-            pairs.append((_step(begin, middle), _step(middle, self.now())))
+            end = self.now()
+            pairs.append((_step(begin, middle), _step(middle, end)))
 
     def now(self) -> tuple[float, float]:
         """Return the seconds so far without the sweeps, and the seconds of the heavy work among them."""
