@@ -213,9 +213,9 @@ def real_sizes(effort: Effort) -> Iterator[Row]:
     """Compare the steps of each group with those of the bare loop on each model; memory in fresh processes."""
     is_tiny = effort.share <= 0
     for model, real in MODELS.items():
-        memory = peak_memory(model, "bare", is_tiny=is_tiny)
         for group in GROUPS:
-            rounds = 0 if group in SLOW else effort.times(5 if (model, group) in BARS else 3)
+            has_bars = (model, group) in BARS
+            rounds = 0 if group in SLOW else effort.times(5 if has_bars else 3)
             found = measure(model, group, rounds, is_tiny=is_tiny)
             bars = BARS.get((model, group), Bars())
             step = f"bare step of {real.title}, {found.bare_step:.2f} s"
@@ -227,9 +227,14 @@ def real_sizes(effort: Effort) -> Iterator[Row]:
             yield Row(f"{group}, close", f"nothing; {real.title}", SECONDS, _one(found.close), bars.close)
             yield Row(f"{group}, size of the record", record, KILOBYTES, _one(found.bytes))
             yield Row(f"{group}, time of the sinks", record, MILLISECONDS, _one(found.writing))
-            peak = peak_memory(model, group, is_tiny=is_tiny) / memory
+            peaks = [
+                [peak_memory(model, name, is_tiny=is_tiny) for name in ("bare", group)]
+                for _ in range(effort.times(5) if has_bars else 1)
+            ]
+            memory = statistics.median(bare_peak for bare_peak, _ in peaks)
             against = f"bare loop of {real.title}, {memory / 1e6:.0f} MB"
-            yield Row(f"{group}, peak memory", against, TIMES, _one(peak), bars.memory)
+            ratios = Spread.of([peak / bare_peak for bare_peak, peak in peaks])
+            yield Row(f"{group}, peak memory", against, TIMES, ratios, bars.memory)
 
 
 def real_sizes_on_ranks(effort: Effort) -> Iterator[Row]:

@@ -87,15 +87,12 @@ class WeightCopy:
         """Return whether the copy has these names, and on this rank the same elements."""
         if [*self._copies] != [*parameters]:
             return False
-        # One flag for all parameters of a device, so that the host waits for it once
+        # One flag for all parameters, so that the host waits for a device once
         flags = []
         for copy, live in zip(self._copies.values(), local_shards(parameters.values()), strict=True):
             if _kind(copy) != _kind(live):
                 return False
-            flag = (copy == live.detach()).all()
-            if flag.is_cpu and not flag:
-                return False
-            flags.append(flag)
+            flags.append((copy == live.detach()).all())
         return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
     def named(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -233,8 +233,9 @@ def equal(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, (list, dict)):
         pairs = zip(value, wanted, strict=True) if isinstance(wanted, list) else ((value[k], wanted[k]) for k in wanted)
         return type(value) is type(wanted) and len(value) == len(wanted) and all(equal(*pair) for pair in pairs)
-    both_nan = wanted is not None and value is not None and math.isnan(value) and math.isnan(wanted)
-    return both_nan or (value is not None and value == pytest.approx(wanted, rel=1e-9, abs=1e-10))
+    if value is None or wanted is None:
+        return value is wanted
+    return (math.isnan(value) and math.isnan(wanted)) or value == pytest.approx(wanted, rel=1e-9, abs=1e-10)
 
 
 def check_weights(kind, count, of_ranks):
