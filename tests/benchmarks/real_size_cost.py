@@ -40,6 +40,8 @@ ONE = "one observer, every step"
 GROUPS = ("health", "observers", ONE, "full")
 SLOW = frozenset({"full"})
 """Groups whose due steps take minutes: only their first two are measured, and the steps between these."""
+MEMORY_STEPS = 9
+"""Steps of a process whose memory is measured: from the fifth one on, every hook of ``observers`` has its copies."""
 RANKS = 2
 KILOBYTES = Unit("kB", 1e-3, 1)
 
@@ -270,11 +272,11 @@ def _peak_on_ranks(model: str, group: str, wrap: Callable[[nn.Module], nn.Module
 def _peak_of(
     model: str, group: str, wrap: Callable[[nn.Module], nn.Module] = as_it_is, *, is_tiny: bool = False
 ) -> float:
-    """Train three steps and return the peak resident memory of this process, in bytes."""
+    """Train a few steps and return the peak resident memory of this process, in bytes."""
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         training = Training(model, group, stack, is_tiny, wrap=wrap)
-        for _ in range(3):
+        for _ in range(MEMORY_STEPS):
             training.step()
         training.close()
     return float(peak_resident_bytes())

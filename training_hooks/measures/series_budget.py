@@ -42,8 +42,12 @@ class SeriesBudget:
         return [pattern for pattern in map(str.strip, self.names.split(",")) if pattern]
 
     def choose(self, values: Mapping[str, float]) -> list[str]:
-        """Return the members to report, in the order of ``values``; NaN counts as larger than every number."""
-        ranked = sorted(values, key=lambda name: math.inf if math.isnan(values[name]) else values[name])
+        """Return the members to report, in the order of ``values``; NaN counts as larger than every number.
+
+        Values that agree to nine digits rank in the order of ``values``, so that rounding errors, which differ between
+        processors and numbers of ranks, do not decide which members are reported.
+        """
+        ranked = sorted(values, key=lambda name: _rank(values[name]))
         extremes = {*ranked[: self.bottom], *ranked[max(0, len(ranked) - self.top) :]}
         patterns = self.patterns
         return [name for name in values if name in extremes or any(fnmatchcase(name, p) for p in patterns)]
@@ -56,6 +60,10 @@ class SeriesBudget:
                 f"{self.hook}.names has the pattern {pattern!r}, which matches none of the {len(members):,} names; "
                 f"the first are {', '.join(map(repr, list(members)[:3]))}.",
             )
+
+
+def _rank(value: float) -> float:
+    return math.inf if math.isnan(value) else float(f"{value:.9g}")
 
 
 class FamilyFile(Remembering):

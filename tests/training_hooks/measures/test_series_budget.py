@@ -16,14 +16,21 @@ VALUES = st.dictionaries(st.text("abc.", min_size=1), st.floats(), max_size=40)
 
 @given(VALUES, st.integers(0, 9), st.integers(0, 9))
 def test_budget_bounds_number_of_series(values, top, bottom):
-    """At most top + bottom members are chosen, and all other values are between those of top and bottom."""
+    """At most top + bottom members are chosen; the others are between those of top and bottom, up to nine digits."""
     chosen = SeriesBudget("hook", top=top, bottom=bottom).choose(values)
     assert len(chosen) == min(top + bottom, len(values))
     assert chosen == [name for name in values if name in chosen]
-    keys = {name: math.inf if math.isnan(value) else value for name, value in values.items()}
+    keys = {name: math.inf if math.isnan(value) else float(f"{value:.9g}") for name, value in values.items()}
     left_out = [keys[name] for name in values if name not in chosen]
     assert all(sum(keys[name] >= value for name in chosen) >= top for value in left_out)
     assert all(sum(keys[name] <= value for name in chosen) >= bottom for value in left_out)
+
+
+def test_rounding_errors_choose_no_members():
+    """Members whose values are equal but for rounding are chosen by their order."""
+    budget = SeriesBudget("hook", top=1, bottom=1)
+    assert budget.choose({"a": 1.0, "b": 1 - 1e-15, "c": 1 + 1e-15, "d": 1 - 2e-15}) == ["a", "d"]
+    assert budget.choose({"a": 1.0, "b": 1 - 1e-6, "c": 1 + 1e-6, "d": 1.0}) == ["b", "c"]
 
 
 def test_patterns_choose_members():
