@@ -39,7 +39,7 @@ class StoredTensors(Mapping[str, Tensor]):
         offset, dtype, shape = self._places[name]
         buffer, content = _memory_for(dtype, shape)
         self._file.seek(offset)
-        if self._file.readinto(buffer) != len(buffer):
+        if self._file.readinto(buffer) != buffer.nbytes:
             raise OSError(f"The temporary file with a copy of {name!r} is shorter than when it was written.")
         return content
 
@@ -55,7 +55,7 @@ def _close(file: IO[bytes]) -> None:
         file.close()
 
 
-def _memory_for(dtype: torch.dtype, shape: torch.Size) -> tuple[bytearray, Tensor]:
-    """Return memory as bytes and as a tensor."""
-    buffer = bytearray(prod(shape) * dtype.itemsize)
-    return buffer, torch.frombuffer(buffer, dtype=dtype).view(shape) if buffer else torch.empty(shape, dtype=dtype)
+def _memory_for(dtype: torch.dtype, shape: torch.Size) -> tuple[memoryview, Tensor]:
+    """Return new memory as bytes and as a tensor."""
+    content = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    return content.numpy().data, content.view(dtype).view(shape)

@@ -93,6 +93,8 @@ class WeightCopy:
             if _kind(copy) != _kind(live):
                 return False
             flags.append((copy == live.detach()).all())
+            if isinstance(self._copies, StoredTensors) and not flags[-1]:
+                return False  # on the CPU, and the rest of the file need not be read
         return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
     def named(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -109,23 +111,21 @@ class WeightCopy:
         lengths = [_distance(self._copies[name], shard.detach(), follow=follow) for name, shard in shards]
         return _over_ranks(tensor_of(lengths), parameters)
 
-    def lengths(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Return ‖θ₋‖₂ of each parameter, shape (parameters,), as accurate as :meth:`distances`."""
-        copies = [self._copies[name] for name in parameters]
-        lengths = [joined_length([length_of(piece) for (piece,) in pieces(copy)]) for copy in copies]
-        return _over_ranks(tensor_of(lengths), parameters)
-
     @torch.no_grad()
-    def movement(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ‖Δ‖₂, max |Δᵢ| and the number of Δᵢ ≠ 0, Δ = θ − θ₋, for each parameter, shape (parameters,) each."""
+    def movement(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return ‖Δ‖₂, max |Δᵢ|, the number of Δᵢ ≠ 0, and ‖θ₋‖₂ of each parameter, Δ = θ − θ₋.
+
+        The shape of each result is (parameters,).
+        """
         shards = zip(parameters, local_shards(parameters.values()), strict=True)
         columns = [_movement(self._copies[name], shard.detach()) for name, shard in shards]
-        lengths, largest, changed = (tensor_of(column) for column in zip(*columns, strict=True))
+        lengths, largest, changed, previous_lengths = (tensor_of(column) for column in zip(*columns, strict=True))
         groups = groups_of(parameters.values())
         return (
             _over_ranks(lengths, parameters),
             over_shards(largest, groups, largest=True),
             over_shards(changed, groups),
+            _over_ranks(previous_lengths, parameters),
         )
 
     @torch.no_grad()
@@ -172,15 +172,21 @@ def _distance(old: Tensor, new: Tensor, *, follow: bool) -> float | Tensor:
     return joined_length(lengths)
 
 
-def _movement(old: Tensor, new: Tensor) -> tuple[float | Tensor, Tensor, Tensor]:
-    """Return ‖Δ‖₂, max |Δᵢ| and the number of Δᵢ ≠ 0 of Δ = new − old."""
-    lengths, largest, changed = [], [], []
+def _movement(old: Tensor, new: Tensor) -> tuple[float | Tensor, Tensor, Tensor, float | Tensor]:
+    """Return ‖Δ‖₂, max |Δᵢ|, the number of Δᵢ ≠ 0 of Δ = new − old, and ‖old‖₂."""
+    lengths, largest, changed, previous_lengths = [], [], [], []
     for before, after in pieces(old, new):
+        previous_lengths.append(length_of(before))
         change = _wide(after) - before
         lengths.append(length_of(change))
         changed.append(torch.count_nonzero(change))
         largest.append(change.abs_().amax() if change.numel() else change.sum())
-    return joined_length(lengths), torch.stack(largest).amax(), torch.stack(changed).sum()
+    return (
+        joined_length(lengths),
+        torch.stack(largest).amax(),
+        torch.stack(changed).sum(),
+        joined_length(previous_lengths),
+    )
 
 
 def _stored(shards: Mapping[str, Tensor]) -> StoredTensors | None:

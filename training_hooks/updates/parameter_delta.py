@@ -12,8 +12,7 @@ from ..measures import WeightCopy, WeightMemory
 
 def delta_metrics(previous: WeightCopy, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the metrics of :class:`ParameterDelta` from the parameters at the last report and the current ones."""
-    lengths, largest, changed = previous.movement(parameters)
-    previous_lengths = previous.lengths(parameters)
+    lengths, largest, changed, previous_lengths = previous.movement(parameters)
     metrics = {
         "total_delta": total_of(lengths),
         "total_relative_delta": total_of(lengths) / total_of(previous_lengths),

@@ -105,9 +105,10 @@ class PathLength(TrainingHook):
         self._fold()
         path, parameters = self._interval_path, self._memory.parameters(model)
         self._path = self._path.to(path.device) + path
-        displacement, interval_displacement = (
-            total_of(self._memory.copies[name].distances(parameters)) for name in ("start", "interval")
-        )
+        start, interval = self._memory.copies["start"], self._memory.copies["interval"]
+        displacement = total_of(start.distances(parameters))
+        # Until the second report, both are one copy
+        interval_displacement = displacement if interval is start else total_of(interval.distances(parameters))
         self._memory.keep("interval", model)
         steps, self._interval_path, self._interval_steps = self._interval_steps, torch.zeros_like(path), 0
         return {
