@@ -29,6 +29,8 @@ MOST_VISITED = 64
 """Nodes visited in the search for a loss function among the terms of a sum."""
 MOST_TARGETS = 2**16
 """Targets whose classes are counted."""
+DRAWS_PER_CLASS = 10
+"""Targets for each class from which the entropy of a batch is near that of its distribution."""
 FIRST_TARGETS = 64
 """Targets that the description contains."""
 LOSSES = frozenset(
@@ -270,12 +272,25 @@ def _target_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
     if not isinstance(targets, Tensor) or targets.device.type != "cpu" or not targets.numel():
         return {}
     counted = targets[targets != _ignore_index(nodes, names)]
+    counts = torch.unique(counted[:MOST_TARGETS], return_counts=True)[1]
+    is_weighted = _saved(nodes[positions[0]], "weight") is not None
     return {
         "target_count": counted.numel(),
         "first_targets": tuple(targets.flatten()[:FIRST_TARGETS].tolist()),
         "ignored_fraction": 1 - counted.numel() / targets.numel(),
-        "target_classes": len(torch.unique(counted[:MOST_TARGETS])),
+        "target_classes": len(counts),
+        "target_entropy": None if is_weighted else _entropy(counts),
     }
+
+
+def _entropy(counts: Tensor) -> float | None:
+    """Return the entropy of the distribution from which counts were drawn; ``None`` for too few draws."""
+    total = int(counts.sum())
+    if total < DRAWS_PER_CLASS * len(counts) or not total:
+        return None
+    shares = counts.double() / total
+    # The entropy of the sample is too low by (K − 1)/2N on average (Miller 1955).
+    return float(-(shares * shares.log()).sum()) + (len(counts) - 1) / (2 * total)
 
 
 def _regression_facts(nodes: list[Any], names: list[str], *, is_mean: bool) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ..data import Batch, RowNumbers, first_batch, global_batches, with_copied_b
 from ..errors import RunNotice, UsageError, require, warn
 from ..hooks import (
     EPOCH_END,
+    Alert,
     HookPoint,
     InterventionHook,
     MetricSink,
@@ -34,6 +35,7 @@ from ..state import TrainingState, optimizers_of
 from ..taps import TapSet
 from ..training import LossProbe, ObservedPass, Profiler, TrainingTask, without_graph
 from .commits import refuse_commits_for_closures
+from .evaluation_dropout import EvaluationDropout
 from .failures import HookFailures
 from .hook_calls import HookCalls, optimizer_groups, with_gradients_borrowed
 from .hook_set import HookSet
@@ -99,6 +101,7 @@ class HookManager:
             state, audit=audit, check_every_call=check_every_call, guardian_device=guardian_device
         )
         self.profiler = Profiler(enabled=profile)
+        self._evaluation_dropout = EvaluationDropout(task.model)
         self.taps = TapSet(task.model, audit=audit, compiled=task.compiled)
         failures = HookFailures(on_error, {hook.name for hook in named} if required is None else set(required))
         for sentence in left_out.values():
@@ -254,9 +257,19 @@ class HookManager:
 
         def run_in_eval_mode() -> Result:
             compute = partial(with_gradients_borrowed, self.state, partial(function, self.task.model))
-            return without_graph(name, compute, restored, self.task.differentiating)
+            with self._evaluation_dropout.watched() as active:
+                result = without_graph(name, compute, restored, self.task.differentiating)
+            active_dropouts.extend(sorted(active))
+            return result
 
-        return self.run_isolated(name, run_in_eval_mode)
+        active_dropouts = list[str]()
+        result = self.run_isolated(name, run_in_eval_mode)
+        if active_dropouts and self.task.ranks.is_main:
+            step, names = self.state.loop.step, ", ".join(active_dropouts)
+            sentence = f"The model calls {names} with dropout that is active in eval mode."
+            alert = Alert(sentence, metric="active_dropout", step=step, id="dropout-in-evaluation")
+            self.dispatch.report(alert, "evaluation", self.state.loop.epoch)
+        return result
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

@@ -29,6 +29,9 @@ class BackwardPass(NamedTuple):
     """Share of the targets of the cross-entropy that it leaves out; ``None`` if it is unknown, as on accelerators."""
     target_classes: int | None = None
     """Number of different targets of the cross-entropy among the others; ``None`` if it is unknown."""
+    target_entropy: float | None = None
+    """The mean loss of predicting the frequencies of the targets, for a cross-entropy without class weights; ``None``
+    if it is unknown, as with fewer than ten targets for each class."""
     target_count: int | None = None
     """Number of targets of the cross-entropy that it does not leave out; ``None`` if it is unknown."""
     first_targets: tuple[int, ...] = ()

@@ -29,10 +29,11 @@ MOST_INSIDE = 0.1
 
 @dataclass(frozen=True)
 class BatchPart:
-    """The inputs of a micro-batch, and its targets if it has some."""
+    """The inputs of a micro-batch, its targets if it has some, and those of a decoder by their usual name."""
 
     inputs: Tensor
     targets: Tensor | None = None
+    decoder_inputs: Tensor | None = None
 
 
 def parts_of(batch: Any) -> list[BatchPart]:
@@ -55,9 +56,10 @@ def _part(batch: Any) -> BatchPart | None:
     if not candidates:
         return None
     inputs = candidates[0]
+    decoder_inputs = next((leaf for name, leaf in named if name == "decoder_input_ids" and leaf.ndim == 2), None)
     remaining = [leaf for name, leaf in others if _is_integer(leaf) and leaf is not inputs and not _is_auxiliary(name)]
     targets = usual if usual is not None else (remaining[-1] if remaining else None)
-    return BatchPart(inputs, targets)
+    return BatchPart(inputs, targets, decoder_inputs)
 
 
 def _as_tensor(leaf: Any) -> Tensor | None:

@@ -30,6 +30,9 @@ def loss_facts(passes: Sequence[BackwardPass], rows: int = 0) -> dict[str, float
     classes = max(one.class_count for one in passes)
     is_alone = classes > 0 and all(one.class_count == classes and not one.is_modified for one in passes)
     uniform = {"uniform_loss": math.log(classes)} if is_alone else {}
+    entropies = [one.target_entropy for one in passes if one.target_entropy is not None]
+    if is_alone and len(entropies) == len(passes):
+        uniform["frequency_loss"] = sum(entropies) / len(entropies)
     return {
         "micro_batches": len(passes),
         "loss_is_summed": int(any(is_summed(one, len(passes), rows) for one in passes)),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from loopscope.hooks import BackwardPass
+from torch import Tensor
 
 from .batch_facts import BatchPart
 
@@ -15,30 +16,35 @@ SHIFTS = (1, 0, 2)
 def token_facts(parts: Sequence[BatchPart], passes: Sequence[BackwardPass]) -> dict[str, int]:
     """Return by how many positions the first targets of the loss are shifted against the first row of inputs.
 
-    Nothing is returned if no shift of at most two positions fits.
+    The inputs are those of the model, or of its decoder. The targets of the batch can be the decoder's inputs, too:
+    in ``model(source, target[:, :-1])``, the loss gets ``target[:, 1:]``. Nothing is returned if no shift of at most
+    two positions fits.
 
     Args:
-        parts: inputs and targets of the micro-batches, whose own targets are not read.
+        parts: inputs and targets of the micro-batches.
         passes: the descriptions of the losses.
 
     >>> import torch
     >>> token_facts([BatchPart(torch.tensor([[5, 6, 7, 8, 9]]))], [BackwardPass(first_targets=(6, 7, 8, 9))])
     {'target_shift': 1}
     """
-    if not parts or not passes or not passes[0].first_targets:
+    if not parts or not passes or not passes[0].first_targets or parts[0].inputs.is_floating_point():
         return {}
-    inputs, targets = parts[0].inputs, passes[0].first_targets
-    if inputs.ndim != 2 or inputs.is_floating_point():
-        return {}
-    row = tuple(inputs[0, : len(targets) + 1].tolist())
+    part, targets, ignored = parts[0], passes[0].first_targets, passes[0].ignore_index
+    shift = None
+    for tokens, shifts in ((part.inputs, SHIFTS), (part.decoder_inputs, SHIFTS), (part.targets, (1,))):
+        if shift is None and tokens is not None and tokens.ndim == 2 and not tokens.is_floating_point():
+            shift = _shift(tokens[0], targets, ignored, shifts)
+    return {} if shift is None else {"target_shift": shift}
+
+
+def _shift(tokens: Tensor, targets: Sequence[int], ignored: int, shifts: Sequence[int]) -> int | None:
+    """Return the first of the shifts by which targets fit the tokens of a row; ``None`` if none does."""
+    row = tuple(tokens[: len(targets) + 1].tolist())
     # The loss may leave out the last positions of each row, and ignores padding.
     compared = [
-        (position, target)
-        for position, target in enumerate(targets[: len(row) - max(SHIFTS)])
-        if target != passes[0].ignore_index
+        (position, target) for position, target in enumerate(targets[: len(row) - max(SHIFTS)]) if target != ignored
     ]
     if len({target for _, target in compared}) < LEAST_TOKENS:
-        return {}
-    fitting = (shift for shift in SHIFTS if all(row[position + shift] == target for position, target in compared))
-    shift = next(fitting, None)
-    return {} if shift is None else {"target_shift": shift}
+        return None
+    return next((by for by in shifts if all(row[position + by] == target for position, target in compared)), None)

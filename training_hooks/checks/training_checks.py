@@ -120,7 +120,8 @@ class TrainingChecks(TrainingHook):
             many queries as keys; reported for models whose graph shows attention | [0, 1]
             | 1 with target_shift 1: the model sees the tokens that it should predict.
         target_shift | positions by which the first targets of the cross-entropy are shifted against the first row of
-            inputs; reported with look_ahead_fraction, for inputs of tokens, if one of these shifts fits | {0, 1, 2}
+            inputs, or of a decoder's inputs; reported with look_ahead_fraction, for tokens, if one of these shifts fits
+            | {0, 1, 2}
             | 1: next tokens. 0 with a causal mask: the model learns to copy its input. 2: shifted twice.
         logits_rectified | 1 if a ReLU is applied to the logits of the loss, else 0 | {0, 1}
             | 1: no logit can be negative, and those that are 0 get no gradient.
@@ -130,6 +131,10 @@ class TrainingChecks(TrainingHook):
         uniform_loss | ln C; reported for a cross-entropy without further terms or scaled logits | [0, ∞)
             | The loss of equal probabilities, which the first losses should be near. Much larger first losses: the
             initialisation of the output layer. A loss that stays there: nothing is learned.
+        frequency_loss | entropy of the batch's targets, plus (K − 1)/2N for K classes in N targets; reported for the
+            same losses without class weights, if N is at least 10·K, on the CPU | [0, ∞)
+            | The loss of predicting the frequencies of the targets. A loss that stays there: nothing is learned from
+            the inputs.
         target_min | the least target of a regression; reported for mse_loss, smooth_l1_loss and huber_loss on the CPU
             | (−∞, ∞) | Far below target_low: extreme rows, or a code for missing values, such as −999.
         target_low | the 10 % quantile of the same targets; of several micro-batches the mean | (−∞, ∞)

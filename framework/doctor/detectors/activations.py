@@ -162,23 +162,59 @@ class RouterCollapse(Detector):
     )
     source = "Shazeer et al., arXiv 1701.06538, section 4; Fedus et al., arXiv 2101.03961, section 2.2"
     applies_to = "models whose experts have names with 'expert'"
-    thresholds = {"patience": Threshold(100, "steps; many experts and few tokens leave some out for a while")}
+    thresholds = {
+        "patience": Threshold(100, "steps; many experts and few tokens leave some out for a while"),
+        "entropy": Threshold(0.5, "of the entropy of equal loads; trained routers have 0.8 to 1"),
+    }
     needs = ("training_checks",)
     explains = frozenset({"dead-units", "vanishing-gradients"})
+    remedy = (
+        "Add a load-balancing loss (check its sign) or noise to the logits of the router; the hook moe_router measures "
+        "the load of each expert."
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if only parameters of experts have had no gradient in all checked steps."""
-        metric = "training_checks/never_gradient_count"
-        never, names = history.curve(metric), never_trained(history)
-        if not never.last > 0 or not are_experts(names) or never.last_step < self.limit("patience"):
+        """Return a finding if experts have no gradient in many steps, or if measured loads are very unequal."""
+        entropy = history.curve("moe_router/load_entropy")
+        if len(entropy) >= 3 and entropy.last_step >= 50 and np.max(entropy.values[-2:]) < self.limit("entropy"):
+            is_low = entropy.values < self.limit("entropy")
+            yield self.finding(
+                "warning",
+                entropy.first_step_where(is_low) or 0,
+                f"The loads of experts are very unequal: their entropy is {entropy.last:.0%} of that of equal ones.",
+                self.remedy,
+                Evidence("moe_router/load_entropy", entropy.last, self.limit("entropy"), "0.8 to 1"),
+                confidence=0.9,
+            )
             return
+        found = self._without_gradient(history)
+        if found is None:
+            return
+        first_step, metric, names = found
+        checked = history.curve(metric)
         yield self.finding(
             "warning",
-            1,
-            f"{int(never.last)} parameters of experts ({listed(sorted(names), 3)}) have had no gradient in "
-            f"{never.last_step:,} steps: the router sends nothing to them.",
-            "Add a load-balancing loss or noise to the logits of the router; the hook moe_router measures the load of "
-            "each expert.",
-            Evidence(metric, never.last, 0, "0"),
+            first_step,
+            f"{int(checked.last)} parameters of experts ({listed(sorted(names), 3)}) have had no gradient in "
+            f"{checked.last_step - first_step + 1:,} steps: the router sends nothing to them.",
+            self.remedy,
+            Evidence(metric, checked.last, 0, "0"),
             confidence=0.85,
         )
+
+    def _without_gradient(self, history: History) -> tuple[int, str, list[str]] | None:
+        """Return the first of many steps in which only experts have no gradient, the metric, and their names."""
+        count = "training_checks/never_gradient_count"
+        never, names = history.curve(count), never_trained(history)
+        if never.last > 0 and are_experts(names) and never.last_step >= self.limit("patience"):
+            return 1, count, names
+        count = "training_checks/without_gradient_count"
+        checked, family = history.curve(count), history.family("training_checks/without_gradient")
+        streaks = {name: curve.last for name, curve in family.items() if curve.last_step == checked.last_step}
+        if not checked.last > 0 or not are_experts([*streaks]):
+            return None
+        # The value is the number of successive checks without a gradient; the shortest streak in the record counts.
+        checks = min(int(min(streaks.values())), len(checked))
+        first_step = int(checked.steps[-checks]) if checks else checked.last_step
+        is_long = checked.last_step - first_step >= self.limit("patience")
+        return (first_step, count, [*streaks]) if is_long else None

@@ -356,7 +356,7 @@ class TargetsIgnored(Detector):
     applies_to = "integer targets"
     thresholds = {"share": Threshold(0.98, "masked language models ignore 85 %, long prompts up to 95 %")}
     needs = (CHECKS,)
-    explains = frozenset({"nonfinite", "loss-not-falling", "parameters-without-gradient"})
+    explains = frozenset({"nonfinite", "loss-not-falling", "parameters-without-gradient", "data-sorted-by-class"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the share of ignored targets is near 1, or if those left are all the same."""
@@ -367,7 +367,9 @@ class TargetsIgnored(Detector):
         if not (share > self.limit("share") or is_one_token):
             return
         problem = (
-            "the others are all the same, such as padding" if is_one_token else "so that hardly any target is trained"
+            "the others are all the same, such as padding or a mask"
+            if is_one_token
+            else "so that hardly any target is trained"
         )
         yield self.finding(
             "critical" if share == 1 else "warning",
@@ -375,7 +377,8 @@ class TargetsIgnored(Detector):
             f"{share:.1%} of the labels are ignored by the loss (-100), and {problem}."
             if is_one_token
             else f"{share:.1%} of the labels are ignored by the loss (-100), {problem}.",
-            "Print a row of labels: those of tokens to predict must not be -100, those of padding must be.",
+            "Print a row of labels: those of tokens to predict must not be -100, those of padding must be. Copy the "
+            "labels (input_ids.clone()) before masks are written into the inputs.",
             Evidence(f"{CHECKS}/ignored_target_fraction", share, self.limit("share"), "0 to 0.95"),
             confidence=0.9,
         )

@@ -504,7 +504,8 @@ class ExplodingGradients(Detector):
             )
             return
         # Gradients fall with the loss, so the median alone would make the first steps of a good training spikes.
-        is_spike = (norms.values > max(usual, 1e-12) * self.limit("spike")) & (norms.values > 10 * first)
+        at_the_start = max(first, float(np.nanmax(norms.values[:3])))
+        is_spike = (norms.values > max(usual, 1e-12) * self.limit("spike")) & (norms.values > 10 * at_the_start)
         if is_spike.sum() >= 2 and not history.facts.get("scaler"):  # a scaler skips steps that overflow
             spikes = norms.steps[is_spike].tolist()
             are_rare = len(spikes) <= RARE * len(values)

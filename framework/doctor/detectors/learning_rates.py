@@ -25,6 +25,8 @@ LARGEST_RATE = 10.0
 """The largest learning rate that is recommended."""
 LARGEST_FACTOR = 1e4
 """Factor by which a learning rate is too high at most; larger updates come from exploding gradients."""
+EARLY_RISE = 1.2
+"""Rise of the loss within 20 steps, relative to the first loss, that a training with large updates may not recover."""
 LARGE_GROWTH = 2.5
 """Growth of the weight norm within 60 steps that no useful training needs; Adam at 0.01 has less than 2."""
 
@@ -178,6 +180,9 @@ def _early_harm(history: History, is_large: bool) -> str:
     lowest = median_of(np.sort(loss.values)[: max(3, len(loss) // 10)])
     if len(loss) >= 20 and lowest > 0.95 * loss.first:
         return ", and the loss does not fall"
+    highest = float(np.nanmax(loss.values[1:20]))
+    if len(loss) >= 100 and highest > EARLY_RISE * loss.first and lowest > 0.5 * loss.first:
+        return f", the loss rose from {loss.first:.3g} to {highest:.3g}, and it has only fallen to {lowest:.3g} since"
     if len(loss) >= 100 and lowest > 0.93 * uniform_loss(history) and _has_dead_layers(history):
         return ", units died, and the loss stays at that of equal probabilities"
     weights = history.curve("parameter_norms/total_weight_norm")

@@ -670,7 +670,7 @@ class NoBetterThanUniform(Detector):
         "first_update": Threshold(0.03, "of the weights; the first updates of AdamW change about 1 %"),
     }
     needs = (CHECKS,)
-    explains = frozenset({"loss-not-falling"})
+    explains = frozenset({"loss-not-falling", "no-better-than-frequencies"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last losses are near ln(C)."""
@@ -716,11 +716,75 @@ class NoBetterThanUniform(Detector):
 
 
 @DetectorRegistry.register
+class NoBetterThanFrequencies(Detector):
+    """Finds a classifier or language model that predicts how frequent its targets are, for every input."""
+
+    name = "no-better-than-frequencies"
+    symptom = "The loss falls in the first steps, to the entropy of the targets, and stays there"
+    cause = (
+        "The model predicts the frequencies of the targets for all inputs, so it has learned nothing from them: "
+        "targets that do not belong to their inputs (shuffled, or two dimensions mixed up), inputs without "
+        "information, or a cause that another finding names."
+    )
+    source = "the cross-entropy of predicting the frequencies is the entropy of the targets"
+    applies_to = "cross-entropies without class weights, with ten targets or more for each class, after 200 steps"
+    thresholds = {
+        "share": Threshold(0.97, "of the entropy of the same batch; models that learn from inputs are below"),
+        "steps": Threshold(200, "steps; models that learn are below the entropy by then"),
+        "checks": Threshold(3, "last checked batches after a quarter of the steps, of which the median counts"),
+    }
+    needs = (CHECKS,)
+    explains = frozenset({"loss-not-falling", "learning-rate-too-low"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the last checked losses are those of predicting the frequencies of their batches."""
+        last_ratio = _ratio_to_baseline(history, "frequency_loss", int(self.limit("steps")), int(self.limit("checks")))
+        if not self.limit("share") < last_ratio < 1.1:
+            return
+        entropy = median_of(history.curve(f"{CHECKS}/frequency_loss").values)
+        last = end_level(history.loss)
+        yield self.finding(
+            "warning",
+            int(self.limit("steps")),
+            f"Suspicious: after {history.loss.last_step:,} steps the loss is {last:.3g}, and predicting how frequent "
+            f"the targets are gives {entropy:.3g}, so the model has learned nothing from its inputs. If no other "
+            "finding explains it, the targets may not belong to their inputs.",
+            "Print a few rows with their targets; check that view, reshape and flatten keep outputs and targets in the "
+            "same order; try to overfit a single batch, which must bring the loss near 0.",
+            Evidence(f"{CHECKS}/loss", last, self.limit("share") * entropy, f"far below {entropy:.3g}"),
+            confidence=0.5,
+        )
+
+
+def _ratio_to_baseline(history: History, metric: str, steps: int, checks: int) -> float:
+    """Return the loss relative to that of a constant prediction, on the last checked batches; NaN before ``steps``.
+
+    Args:
+        history: the record.
+        metric: the metric of ``training_checks`` with the loss of the constant prediction.
+        steps: the first step at which the result counts, later for a training that is planned to be long.
+        checks: the number of batches of which the result is the median.
+    """
+    loss, baseline = history.loss, history.curve(f"{CHECKS}/{metric}")
+    patience = 0 if history.is_over else 0.2 * (history.planned_steps or 1500)
+    if loss.last_step < max(steps, patience) or is_warming_up(history):
+        return math.nan
+    is_late = (baseline.steps > 0.25 * loss.last_step) & (baseline.values > 0)
+    # Of the same batches, so that the differences between them cancel.
+    ratios = np.array([loss.at(int(step)) for step in baseline.steps[is_late]]) / baseline.values[is_late]
+    return median_of(ratios[-checks:]) if len(ratios) >= checks else math.nan
+
+
+NEAR_MEAN = 2.0
+"""Loss relative to that of the mean up to which the model is likely to predict the mean."""
+
+
+@DetectorRegistry.register
 class NoBetterThanMean(Detector):
-    """Finds a regression that always predicts the mean of its targets."""
+    """Finds a regression that always predicts the mean of its targets, or is worse than that."""
 
     name = "no-better-than-mean"
-    symptom = "The loss of a regression stays at the variance of the targets"
+    symptom = "The loss of a regression stays at or far above the variance of the targets"
     cause = (
         "The model predicts the mean of its targets for all inputs, so it has learned nothing from them: targets that "
         "do not belong to their inputs (shuffled, or noise drawn again), inputs without information, or a cause that "
@@ -730,36 +794,89 @@ class NoBetterThanMean(Detector):
     applies_to = "mse_loss without further terms, on the CPU, after 200 steps"
     thresholds = {
         "share": Threshold(0.97, "of the variance of the same batch; targets that inputs explain by less are rare"),
+        "worse": Threshold(5.0, "times the variance; critics, whose targets move, can be above it for a while"),
         "steps": Threshold(200, "steps; models that learn are below the variance by then"),
-        "checks": Threshold(3, "last checked batches, in the second half, of which the median counts"),
+        "checks": Threshold(3, "last checked batches after a quarter of the steps, of which the median counts"),
     }
     needs = (CHECKS,)
     explains = frozenset({"loss-not-falling", "learning-rate-too-low"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last checked losses are those of predicting the mean of their batches."""
-        loss, baseline = history.loss, history.curve(f"{CHECKS}/mean_target_loss")
-        patience = 0 if history.is_over else 0.2 * (history.planned_steps or 1500)
-        if loss.last_step < max(self.limit("steps"), patience) or is_warming_up(history):
+        ratio = _ratio_to_baseline(history, "mean_target_loss", int(self.limit("steps")), int(self.limit("checks")))
+        if not (self.limit("share") < ratio < NEAR_MEAN or ratio > self.limit("worse")):
             return
-        is_late = (baseline.steps > 0.5 * loss.last_step) & (baseline.values > 0)
-        steps, variances = baseline.steps[is_late], baseline.values[is_late]
-        # Of the same batches, so that the differences between their variances cancel.
-        ratios = np.array([loss.at(int(step)) for step in steps]) / variances
-        count = int(self.limit("checks"))
-        if len(ratios) < count or not self.limit("share") < median_of(ratios[-count:]) < 2:
-            return
-        variance, last = median_of(variances), end_level(loss)
+        baseline, loss = history.curve(f"{CHECKS}/mean_target_loss"), history.loss
+        is_late = (baseline.steps > 0.25 * loss.last_step) & (baseline.values > 0)
+        variance, last = median_of(baseline.values[is_late]), end_level(loss)
+        steps = f"after {loss.last_step:,} steps the loss is {last:.3g}, and always predicting the mean of the targets"
+        if ratio < NEAR_MEAN:
+            why = (
+                f"Suspicious: {steps} gives {variance:.3g}, so the model has learned nothing from its inputs. If no "
+                "other finding explains it, the targets may not belong to their inputs."
+            )
+            remedy = (
+                "Print a few rows with their targets and predictions; check that the targets are those that belong to "
+                "the inputs; try to overfit a single batch, which must bring the loss near 0."
+            )
+        elif loss.first > self.limit("worse") * baseline.first:
+            why = (
+                f"{steps[0].upper()}{steps[1:]} gives {variance:.3g}: the outputs are too large or too small from the "
+                f"start, where the loss is {loss.first:.3g}."
+            )
+            remedy = (
+                "Use smaller initial weights for embeddings and the last layer, start its bias at the mean of the "
+                "targets, and standardise targets whose mean is far from 0."
+            )
+        else:
+            why = f"{steps[0].upper()}{steps[1:]} gives {variance:.3g}: the training makes the model worse."
+            remedy = "Lower the learning rate, and print a few rows with their targets and predictions."
         yield self.finding(
             "warning",
             int(self.limit("steps")),
-            f"Suspicious: after {loss.last_step:,} steps the loss is {last:.3g}, and always predicting the mean of the "
-            f"targets gives {variance:.3g}, so the model has learned nothing from its inputs. If no other finding "
-            "explains it, the targets may not belong to their inputs.",
-            "Print a few rows with their targets and predictions; check that the targets are those that belong to the "
-            "inputs; try to overfit a single batch, which must bring the loss near 0.",
+            why,
+            remedy,
             Evidence(f"{CHECKS}/loss", last, self.limit("share") * variance, f"far below {variance:.3g}"),
-            confidence=0.5,
+            confidence=0.5 if ratio < NEAR_MEAN else 0.7,
+        )
+
+
+@DetectorRegistry.register
+class LossConstant(Detector):
+    """Finds a loss that is one number, although weights and batches change."""
+
+    name = "loss-constant"
+    symptom = "The loss is the same number at every step"
+    cause = (
+        "The value of the loss depends neither on the weights nor on the batch: terms cancel, such as a model and its "
+        "reference that are one object, or the outputs do not reach the loss."
+    )
+    source = "the loss of DPO is ln(2) where model and reference agree, Rafailov et al., arXiv 2305.18290"
+    applies_to = "losses of at least 50 steps whose weights change"
+    thresholds = {
+        "spread": Threshold(1e-4, "of the loss; losses of different batches differ by more"),
+        "steps": Threshold(50, "steps"),
+    }
+    needs = (CHECKS,)
+    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "no-better-than-mean", "clipping-too-strong"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if all losses agree to four digits, and the optimizer changes the weights."""
+        loss = history.loss
+        values, level = loss.values, abs(loss.first)
+        if len(loss) < self.limit("steps") or not np.isfinite(values).all() or not level > 0:
+            return
+        if not np.ptp(values) < self.limit("spread") * level or not median_of(update_ratios(history).values) > 1e-7:
+            return
+        yield self.finding(
+            "warning",
+            int(loss.steps[1]),
+            f"The loss is {loss.first:.4g} at all {len(loss):,} steps, although the weights change: terms of the loss "
+            "cancel, or it does not depend on the outputs of the model.",
+            "Check that a reference or target model is a copy (copy.deepcopy) and not the model itself, and that the "
+            "outputs of the model reach the loss.",
+            Evidence(f"{CHECKS}/loss", loss.last, None, "differs between batches"),
+            confidence=0.8,
         )
 
 

@@ -184,3 +184,34 @@ class EvaluationInTrainMode(Detector):
             Evidence("evaluation/train_mode", 1, 0, "0"),
             confidence=0.95,
         )
+
+
+@DetectorRegistry.register
+class DropoutInEvaluation(Detector):
+    """Finds dropout functions that are active in eval mode."""
+
+    name = "dropout-in-evaluation"
+    symptom = "Validation numbers are worse than those in training, and differ from call to call"
+    cause = (
+        "The model calls functional.dropout, whose argument training is True by default, or "
+        "scaled_dot_product_attention with dropout_p: both drop elements in eval mode, too. Pass "
+        "training=self.training, and dropout_p=self.dropout if self.training else 0.0."
+    )
+    source = "torch.nn.functional.dropout: training (default True)"
+    applies_to = "models that are evaluated in scope.evaluate, or by experiments, and are not compiled"
+    explains = frozenset({"train-validation-diverging"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding from the alert of the first evaluation."""
+        alerts = history.alerts_of("evaluation", "active_dropout")
+        if not alerts:
+            return
+        yield self.finding(
+            "warning",
+            int(alerts[0]["step"] or 0),
+            "The model drops elements in eval mode, too: functional.dropout has training=True by default, and "
+            "scaled_dot_product_attention drops with probability dropout_p in every mode.",
+            "Pass training=self.training to functional.dropout; to attention, dropout_p=p if self.training else 0.0.",
+            Evidence("evaluation/active_dropout", 1, 0, "0"),
+            confidence=0.9,
+        )

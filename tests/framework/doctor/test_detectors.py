@@ -145,6 +145,26 @@ def test_idle_experts_are_accepted_at_first() -> None:
     assert not diagnose(never_trained(["experts.1.weight"], last_check=60)).at_least("warning")
 
 
+@pytest.mark.parametrize(("last_check", "expected"), [(151, ["router-collapse"]), (60, [])])
+def test_experts_that_stop_learning_are_a_collapse(last_check: int, expected: list[str]) -> None:
+    """Experts that had a gradient at first, and then none for a hundred steps."""
+    history = healthy_history()
+    checks = [1, 2, 10, 51, last_check]
+    counts = {"never_gradient_count": [0] * 5, "without_gradient_count": [0, 2, 2, 2, 2]}
+    for name, values in counts.items():
+        history.add(last_check, {f"training_checks/{name}": Series(checks, values)})
+    for name in ("experts.0.weight", "experts.1.weight"):
+        history.add(last_check, {f"training_checks/without_gradient/{name}": Series(checks[1:], [1, 2, 3, 4])})
+    assert [item.id for item in diagnose(history).at_least("warning")] == expected
+
+
+@pytest.mark.parametrize(("entropy", "expected"), [(0.2, ["router-collapse"]), (0.9, [])])
+def test_unequal_loads_are_a_collapse(entropy: float, expected: list[str]) -> None:
+    history = healthy_history()
+    history.add(151, {"moe_router/load_entropy": Series([1, 51, 101, 151], [0.95, *[entropy] * 3])})
+    assert [item.id for item in diagnose(history).at_least("warning")] == expected
+
+
 @pytest.mark.parametrize("family", ["frozen_later", "without_gradient"])
 @pytest.mark.parametrize(("steps", "expected"), [(200, ["layers-stop-learning"]), (95, [])])
 def test_layers_that_stop_learning_are_found(family: str, steps: int, expected: list[str]) -> None:

@@ -509,6 +509,15 @@ def test_detectors_accept_single_extreme_values(recorded: History, data: st.Data
     diagnose_without_warnings(with_values(recorded, changed, status))
 
 
+def finished(**curves: list[float]) -> History:
+    """Return the history of a finished training with metrics of ``training_checks`` from the first step on."""
+    history = History({"groups": [{"optimizer": "Adam", "lr": 1e-3}]})
+    for name, values in curves.items():
+        history.add(len(values), {f"training_checks/{name}": Series(list(range(1, len(values) + 1)), values)})
+    history.status = "complete"
+    return history
+
+
 def regression(values: dict[str, Any], loss: float = 1.0, steps: int = 400) -> History:
     """Return the history of a finished regression with a constant loss and other metrics at four checked steps."""
     history = History({"groups": [{"optimizer": "Adam", "lr": 1e-3}]})
@@ -521,10 +530,41 @@ def regression(values: dict[str, Any], loss: float = 1.0, steps: int = 400) -> H
     return history
 
 
-@pytest.mark.parametrize(("baseline", "expected"), [(1.02, True), (0.99, True), (1.2, False), (0.4, False)])
+@pytest.mark.parametrize(
+    ("baseline", "expected"), [(1.02, True), (0.99, True), (1.2, False), (0.4, False), (0.1, True)]
+)
 def test_losses_at_the_variance_of_targets(baseline: float, expected: bool) -> None:
+    """Losses far above the variance are a finding, too."""
     found = severities(regression({"mean_target_loss": baseline}))
     assert ("no-better-than-mean" in found) is expected
+
+
+@pytest.mark.parametrize(("baseline", "expected"), [(1.02, True), (0.99, True), (1.2, False), (0.4, False)])
+def test_losses_at_the_entropy_of_targets(baseline: float, expected: bool) -> None:
+    found = severities(regression({"frequency_loss": baseline, "uniform_loss": 3.0}))
+    assert ("no-better-than-frequencies" in found) is expected
+
+
+@pytest.mark.parametrize(("spread", "update", "expected"), [(0.0, 1e-3, True), (1e-2, 1e-3, False), (0.0, 0.0, False)])
+def test_a_loss_that_is_one_number(spread: float, update: float, expected: bool) -> None:
+    """It is a finding only if the weights change."""
+    history = finished(loss=[0.7 + spread * (step % 2) for step in range(400)], update_ratio=[update] * 400)
+    assert ("loss-constant" in severities(history)) is expected
+
+
+def test_large_gradients_of_the_first_steps_are_no_spikes() -> None:
+    """A training that solves its task has tiny gradients soon; later gradients of that size are spikes."""
+    norms = [2.0, 2.0, *[1e-3] * 398]
+    assert "exploding-gradients" not in severities(finished(loss=[1.0] * 400, grad_norm=norms))
+    norms[300] = norms[320] = 200.0
+    assert "exploding-gradients" in severities(finished(loss=[1.0] * 400, grad_norm=norms))
+
+
+@pytest.mark.parametrize(("peak", "low", "expected"), [(4.1, 2.1, True), (4.1, 1.0, False), (3.5, 2.1, False)])
+def test_early_rises_that_a_training_does_not_recover_from(peak: float, low: float, expected: bool) -> None:
+    """With updates of a sixth of the weights, the first loss being 3.3."""
+    history = finished(loss=[3.3, 3.2, peak, *[low] * 397], update_ratio=[0.01, 0.07, 0.11, 0.16, 0.16])
+    assert ("learning-rate-too-high" in severities(history)) is expected
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Facts that the graph of a loss shows, for losses whose properties are known."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -351,6 +352,30 @@ def test_softmax_over_rows_is_found(name: str) -> None:
 )
 def test_relu_on_logits_is_found(compute: Callable[[], Tensor], expected: bool) -> None:
     assert describe_loss(compute()).is_rectified is expected
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_entropy_is_the_loss_of_frequencies(ignored: bool) -> None:
+    """On average over batches, it is the loss of the logarithms of the classes' frequencies."""
+    generator = torch.Generator().manual_seed(0)
+    shares = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    estimates, losses = [], []
+    for _ in range(300):
+        targets = torch.multinomial(shares, 60, replacement=True, generator=generator)
+        if ignored:
+            targets[::7] = -100
+        loss = F.cross_entropy(shares.log().expand(60, 4).clone().requires_grad_(), targets)
+        estimates.append(describe_loss(loss).target_entropy)
+        losses.append(loss.item())
+    assert sum(estimates) / 300 == pytest.approx(sum(losses) / 300, rel=0.01)
+
+
+def test_few_or_weighted_targets_have_no_entropy() -> None:
+    outputs, targets = torch.randn(20, 4, requires_grad=True), torch.arange(20) % 4
+    assert describe_loss(F.cross_entropy(outputs, targets)).target_entropy is None
+    many = outputs.repeat(9, 1), targets.repeat(9)
+    assert describe_loss(F.cross_entropy(*many)).target_entropy == pytest.approx(math.log(4) + 3 / 360)
+    assert describe_loss(F.cross_entropy(*many, weight=torch.ones(4))).target_entropy is None
 
 
 def test_first_targets_are_those_of_the_loss() -> None:

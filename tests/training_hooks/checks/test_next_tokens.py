@@ -38,6 +38,26 @@ def test_shift_of_targets_is_found(inputs: Tensor, targets: Tensor, expected: in
     assert token_facts([BatchPart(inputs)], passes).get("target_shift") == expected
 
 
+SOURCE = TOKENS.flip(0)
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (BatchPart(SOURCE, TOKENS), 1),
+        (BatchPart(SOURCE, TOKENS[:, 1:]), None),
+        (BatchPart(SOURCE, TOKENS[:, 1:], TOKENS[:, :-1]), 1),
+        (BatchPart(SOURCE, TOKENS[:, 1:], TOKENS[:, 1:]), 0),
+        (BatchPart(SOURCE.float(), TOKENS), None),
+    ],
+    ids=["the batch shifts itself", "labels", "decoder", "decoder gets the answer", "other inputs"],
+)
+def test_shift_against_inputs_of_a_decoder(part: BatchPart, expected: int | None) -> None:
+    """Labels that are the targets themselves show nothing, since the decoder gets others."""
+    passes = [BackwardPass(first_targets=tuple(TOKENS[:, 1:].flatten()[:64].tolist()))]
+    assert token_facts([part], passes).get("target_shift") == expected
+
+
 @pytest.mark.parametrize(
     "inputs", [TOKENS.float(), TOKENS[:, 0], torch.zeros(4, 9, dtype=torch.int64)], ids=["floats", "vector", "constant"]
 )
