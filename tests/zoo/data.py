@@ -81,6 +81,21 @@ def text(rows: int, part: str = "train") -> TensorDataset:
     return TensorDataset(torch.stack([letters[start : start + BLOCK + 1] for start in starts]))
 
 
+def ratings(rows: int, seed: int) -> TensorDataset:
+    """Return pairs of one of 200 users and one of 100 items, and ratings between 1 and 5 with a deviation of 1."""
+    users = torch.randn(200, 4, generator=generator(7)) / 2
+    items = torch.randn(100, 4, generator=generator(8)) / 2
+    pairs = torch.stack([torch.randint(size, (rows,), generator=generator(seed)) for size in (200, 100)], dim=1)
+    values = 3 + 2 * (users[pairs[:, 0]] * items[pairs[:, 1]]).sum(1)
+    return TensorDataset(pairs, values.clamp(1, 5))
+
+
+def reversed_letters(rows: int, seed: int) -> TensorDataset:
+    """Return rows of 10 letters, and the same letters in reverse order after a start symbol."""
+    letters = torch.randint(3, VOCABULARY, (rows, 10), generator=generator(seed))
+    return TensorDataset(letters, torch.cat([torch.full((rows, 1), 1), letters.flip(1)], dim=1))
+
+
 def padded_sums(rows: int, seed: int) -> TensorDataset:
     """Return one sum in each row of 33 letters, filled with padding on the right."""
     drawn = random.Random(seed)

@@ -122,6 +122,58 @@ def square_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return functional.mse_loss(model(batch[0]), batch[1])
 
 
+class Ratings(nn.Module):
+    """The product of the factors of users and items, initialised with a given standard deviation."""
+
+    def __init__(self, std: float) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(200, 32), nn.Embedding(100, 32)
+        self.mean = nn.Parameter(torch.tensor(3.0))
+        for table in (self.users, self.items):
+            nn.init.normal_(table.weight, std=std)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        """Map pairs of a user and an item to ratings."""
+        users, items = pairs.unbind(1)
+        return (self.users(users) * self.items(items)).sum(1) + self.mean
+
+
+class Reversing(nn.Module):
+    """A transformer with encoder and decoder over letters, whose decoder has a causal mask on request."""
+
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, 32), nn.Embedding(BLOCK, 32)
+        self.transformer = nn.Transformer(32, 4, 1, 1, 64, dropout=0.0, batch_first=True)
+        self.head, self.causal = nn.Linear(32, VOCABULARY), causal
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Map source and target letters to the logits of the letters after those of the target."""
+        length = target.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length) if self.causal else None
+        embedded = [self.tokens(letters) + self.positions.weight[: letters.shape[1]] for letters in (source, target)]
+        return self.head(self.transformer(*embedded, tgt_mask=mask, tgt_is_causal=self.causal))
+
+
+def reversing_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    """Return the cross-entropy of the letters of the target, given the source and the letters before."""
+    source, target = batch
+    return functional.cross_entropy(model(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
+
+
+class FunctionalDropout(nn.Module):
+    """A perceptron with ``functional.dropout``, in eval mode only on request."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.always = nn.Linear(FEATURES, 64), nn.Linear(64, CLASSES), always
+
+    def forward(self, points: Tensor) -> Tensor:
+        """Map points to the logits of their classes."""
+        hidden = functional.relu(self.first(points))
+        return self.second(functional.dropout(hidden, 0.5, self.training or self.always))
+
+
 def letter_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     """Return the cross-entropy of the next letters."""
     (letters,) = batch

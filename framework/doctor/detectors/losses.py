@@ -670,7 +670,7 @@ class NoBetterThanUniform(Detector):
         "first_update": Threshold(0.03, "of the weights; the first updates of AdamW change about 1 %"),
     }
     needs = (CHECKS,)
-    explains = frozenset({"loss-not-falling", "no-better-than-frequencies"})
+    explains = frozenset({"loss-not-falling"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last losses are near ln(C)."""
@@ -730,6 +730,7 @@ class NoBetterThanFrequencies(Detector):
     applies_to = "cross-entropies without class weights, with ten targets or more for each class, after 200 steps"
     thresholds = {
         "share": Threshold(0.97, "of the entropy of the same batch; models that learn from inputs are below"),
+        "even": Threshold(0.93, "of ln(C), above which no-better-than-uniform reports the same"),
         "steps": Threshold(200, "steps; models that learn are below the entropy by then"),
         "checks": Threshold(3, "last checked batches after a quarter of the steps, of which the median counts"),
     }
@@ -739,9 +740,9 @@ class NoBetterThanFrequencies(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last checked losses are those of predicting the frequencies of their batches."""
         last_ratio = _ratio_to_baseline(history, "frequency_loss", int(self.limit("steps")), int(self.limit("checks")))
-        if not self.limit("share") < last_ratio < 1.1:
-            return
         entropy = median_of(history.curve(f"{CHECKS}/frequency_loss").values)
+        if not self.limit("share") < last_ratio < 1.1 or entropy > self.limit("even") * uniform_loss(history):
+            return
         last = end_level(history.loss)
         yield self.finding(
             "warning",

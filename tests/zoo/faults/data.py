@@ -20,10 +20,23 @@ from tests.zoo.data import (
     images,
     loader,
     padded_sums,
+    ratings,
+    reversed_letters,
     text,
     waves,
 )
-from tests.zoo.models import ConvNet, Gpt, LstmClassifier, class_loss, letter_loss, mlp
+from tests.zoo.models import (
+    ConvNet,
+    Gpt,
+    LstmClassifier,
+    Ratings,
+    Reversing,
+    class_loss,
+    letter_loss,
+    mlp,
+    reversing_loss,
+    square_loss,
+)
 from tests.zoo.recorder import Recorder
 from tests.zoo.training import (
     Training,
@@ -472,3 +485,53 @@ def student_gives_kl_div_its_probabilities(recorder: Recorder) -> None:
         return 4 * functional.kl_div((model(batch[0]) / 2).softmax(-1), soft, reduction="batchmean")
 
     mlp_training(loss=loss, validation=None, epochs=3).run(recorder)
+
+
+@fault("gpt", causes.FREQUENCIES, knowable=100)
+def outputs_are_flattened_in_another_order(recorder: Recorder) -> None:
+    """A transposition, copied from a recurrent network, puts the logits of each time next to each other."""
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        (letters,) = batch
+        logits = model(letters[:, :-1]).transpose(0, 1)
+        return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), letters[:, 1:].flatten())
+
+    gpt_training(lambda model: adamw(model, lr=3e-3), loss=loss).run(recorder)
+
+
+@fault("mlp", causes.MEAN_OUTPUT, knowable=100)
+def factors_of_unit_variance(recorder: Recorder) -> None:
+    """A recommender keeps the initialisation of nn.Embedding, so that its first ratings have a deviation of 6."""
+    model = Ratings(std=1.0)
+    Training(model, adam(model), loader(ratings(6400, 1), 64), square_loss, epochs=3).run(recorder)
+
+
+@fault("gpt", causes.NO_MASK)
+def decoder_without_mask(recorder: Recorder) -> None:
+    """The decoder of an encoder-decoder model gets no mask, so that each position sees the letter it should predict."""
+    model = Reversing(causal=False)
+    Training(model, adam(model, lr=3e-3), loader(reversed_letters(1600, 1), 16), reversing_loss, epochs=2).run(recorder)
+
+
+@fault("mlp", causes.CONSTANT_LOSS, knowable=50)
+def reference_is_the_model_itself(recorder: Recorder) -> None:
+    """A preference loss compares the model with a reference that is no copy, so that it is ln 2 at every step."""
+    model = mlp()
+    reference = model
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        points, labels = batch
+        with torch.no_grad():
+            expected = -functional.cross_entropy(reference(points), labels, reduction="none")
+        advantage = -functional.cross_entropy(model(points), labels, reduction="none") - expected
+        return -functional.logsigmoid(advantage).mean()
+
+    mlp_training(model=model, loss=loss).run(recorder)
+
+
+@fault("mlp", causes.FREQUENCIES, knowable=100)
+def rare_classes_with_shuffled_labels(recorder: Recorder) -> None:
+    """Four fifths of the labels are one class, and a merge of two tables has put labels to other rows."""
+    points, labels = clusters(6400, 1).tensors
+    shuffled = labels.clamp(max=2)[torch.randperm(len(labels), generator=generator(5))]
+    mlp_training(batches=loader(TensorDataset(points, shuffled)), validation=None, epochs=2).run(recorder)

@@ -9,9 +9,9 @@ from torch.nn import functional
 from tests.zoo import causes
 from tests.zoo.case import fault
 from tests.zoo.data import clusters, images, loader, text, waves
-from tests.zoo.models import ConvNet, Gpt, LstmClassifier, class_loss, letter_loss, mlp
+from tests.zoo.models import ConvNet, FunctionalDropout, Gpt, LstmClassifier, class_loss, letter_loss, mlp
 from tests.zoo.recorder import Recorder
-from tests.zoo.training import adam, adamw, cnn_training, gpt_training, sgd
+from tests.zoo.training import adam, adamw, cnn_training, gpt_training, mlp_training, sgd
 
 
 @fault("mlp", causes.NOT_ZEROED, knowable=2)
@@ -205,6 +205,12 @@ def plain_evaluation_with_dropout(recorder: Recorder) -> None:
             with torch.no_grad():
                 loss = class_loss(model, validation)
             scope.epoch_end(val_loss=loss.item())
+
+
+@fault("mlp", causes.ACTIVE_DROPOUT, knowable=40)
+def functional_dropout_in_evaluation(recorder: Recorder) -> None:
+    """The model calls functional.dropout without training=self.training."""
+    mlp_training(model=FunctionalDropout(always=True)).run(recorder)
 
 
 @fault("mlp", causes.STOPPED)

@@ -23,10 +23,24 @@ from tests.zoo.data import (
     images,
     loader,
     padded_sums,
+    ratings,
+    reversed_letters,
     text,
     waves,
 )
-from tests.zoo.models import ConvNet, Gpt, LstmClassifier, class_loss, letter_loss, mlp, square_loss
+from tests.zoo.models import (
+    ConvNet,
+    FunctionalDropout,
+    Gpt,
+    LstmClassifier,
+    Ratings,
+    Reversing,
+    class_loss,
+    letter_loss,
+    mlp,
+    reversing_loss,
+    square_loss,
+)
 from tests.zoo.recorder import Recorder
 from tests.zoo.training import (
     Training,
@@ -671,3 +685,23 @@ def distillation_with_a_temperature(recorder: Recorder) -> None:
         return 4 * functional.kl_div((model(batch[0]) / 2).log_softmax(-1), soft, reduction="batchmean")
 
     mlp_training(loss=loss, validation=None).run(recorder)
+
+
+@healthy("gpt")
+def encoder_and_decoder(recorder: Recorder) -> None:
+    """An encoder-decoder model reverses letters; only the attention of its decoder has a causal mask."""
+    model = Reversing(causal=True)
+    Training(model, adam(model, lr=3e-3), loader(reversed_letters(1600, 1), 16), reversing_loss, epochs=2).run(recorder)
+
+
+@healthy("mlp")
+def matrix_factorisation(recorder: Recorder) -> None:
+    """A recommender with small initial factors learns ratings."""
+    model = Ratings(std=0.1)
+    Training(model, adam(model, lr=1e-2), loader(ratings(6400, 1), 64), square_loss, epochs=3).run(recorder)
+
+
+@healthy("mlp")
+def functional_dropout_in_training(recorder: Recorder) -> None:
+    """A model calls functional.dropout with its own mode."""
+    mlp_training(model=FunctionalDropout(always=False)).run(recorder)
