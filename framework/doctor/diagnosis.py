@@ -7,7 +7,7 @@ import numpy as np
 
 from ..errors import RunNotice, describe_error, library_warnings_ignored, listed, warn
 from .detector import Detector, DetectorRegistry
-from .findings import Diagnosis, Finding, ranked
+from .findings import Diagnosis, Finding, ranked, with_causes
 from .history import History
 
 FAILED = " cannot run: "
@@ -22,7 +22,7 @@ def diagnose(history: History) -> Diagnosis:
     findings: list[Finding] = []
     for detector in all_detectors():
         findings += _findings_of(detector, history)
-    return Diagnosis(ranked(findings), _missing(history))
+    return Diagnosis(with_causes(ranked(findings)), _missing(history))
 
 
 def all_detectors() -> list[Detector]:

@@ -1,7 +1,7 @@
 """Findings of a diagnosis: what is wrong in a training, how certain that is, and what to do next."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import UsageError
@@ -175,7 +175,21 @@ def ranked(findings: Iterable[Finding]) -> list[Finding]:
 
 def is_consequence(finding: Finding, findings: Iterable[Finding]) -> bool:
     """Return whether another finding, of at least the severity ``warning`` and no later, explains this one."""
-    return any(_explains(other, finding) for other in findings if other is not finding)
+    return _cause_of(finding, findings) is not None
+
+
+def with_causes(findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings in which consequences point to their causes, instead of what else they suggest to do."""
+    return [
+        finding
+        if (cause := _cause_of(finding, findings)) is None
+        else replace(finding, next=f"Repair {cause.id} first: this is probably its consequence.")
+        for finding in findings
+    ]
+
+
+def _cause_of(finding: Finding, findings: Iterable[Finding]) -> Finding | None:
+    return next((other for other in findings if other is not finding and _explains(other, finding)), None)
 
 
 def _explains(cause: Finding, finding: Finding) -> bool:

@@ -545,6 +545,14 @@ def test_losses_at_the_entropy_of_targets(baseline: float, expected: bool) -> No
     assert ("no-better-than-frequencies" in found) is expected
 
 
+def test_a_consequence_points_to_its_cause() -> None:
+    """Updates that are far too large explain that the loss does not fall."""
+    history = finished(loss=[3.3, 9.0, *[3.3] * 398], update_ratio=[0.9, 0.9, 0.9, 0.9, 0.9])
+    found = {item.id: item for item in diagnose(history)}
+    assert found["learning-rate-too-high"].next.startswith("Lower the learning rate")
+    assert found["loss-not-falling"].next == "Repair learning-rate-too-high first: this is probably its consequence."
+
+
 @pytest.mark.parametrize(("spread", "update", "expected"), [(0.0, 1e-3, True), (1e-2, 1e-3, False), (0.0, 0.0, False)])
 def test_a_loss_that_is_one_number(spread: float, update: float, expected: bool) -> None:
     """It is a finding only if the weights change."""
