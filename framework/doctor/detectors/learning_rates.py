@@ -550,8 +550,11 @@ class LearningRateJump(Detector):
             after = loss.between(step, step + 20)
             highest = float(np.nanmax(after)) if len(after) and np.isfinite(after).any() else math.inf
             is_restart = values[index + 1] <= 1.01 * float(np.max(values[: index + 1]))
-            recovers = median_of(loss.values[-10:]) < 1.1 * before and loss.first_nonfinite is None
-            if highest > self.limit("rise") * before and not (is_restart and recovers):
+            # Losses of single batches scatter, above all with mixup: a planned restart harms if it lifts their level.
+            later = np.sort(loss.values[loss.steps >= step])
+            recovers = median_of(later[: max(5, len(later) // 4)]) < 1.1 * before and loss.first_nonfinite is None
+            is_planned = is_restart and (recovers or median_of(after) < self.limit("rise") * before)
+            if highest > self.limit("rise") * before and not is_planned:
                 yield self.finding(
                     "warning",
                     step,

@@ -1184,7 +1184,7 @@ class TrainValidationDiverging(Detector):
         if len(values) < 5 or not first > 0 or not loss_fall(history) > self.limit("trained"):
             return None
         start, lowest, highest = (float(value) for value in (values[0], values.min(), values.max()))
-        is_near_start = 0.5 * first < start < 2 * first
+        is_near_start = 0.75 * first < start < 1.5 * first
         if not (is_near_start and lowest > self.limit("unmoved") * start and highest < 1.2 * start):
             return None
         trained = end_level(history.loss)

@@ -545,6 +545,16 @@ def test_losses_at_the_entropy_of_targets(baseline: float, expected: bool) -> No
     assert ("no-better-than-frequencies" in found) is expected
 
 
+@pytest.mark.parametrize(("level", "expected"), [(1.0, False), (3.0, True)])
+def test_restarts_may_raise_single_losses(level: float, expected: bool) -> None:
+    """A cosine schedule restarts after 80 steps, and the losses, of 0.5 to 1.5 times their level, scatter."""
+    rates = [1e-3 * (1 + math.cos(math.pi * (step % 80) / 80)) for step in range(160)]
+    losses = [(1.0 if step < 80 else level) * (0.5 + (7 * step % 11) / 10) for step in range(160)]
+    history = finished(loss=losses, lr=rates)
+    history.add(160, {"training_metrics/lr": Series(list(range(1, 161)), rates)})
+    assert ("learning-rate-jump" in severities(history)) is expected
+
+
 def test_a_consequence_points_to_its_cause() -> None:
     """Updates that are far too large explain that the loss does not fall."""
     history = finished(loss=[3.3, 9.0, *[3.3] * 398], update_ratio=[0.9, 0.9, 0.9, 0.9, 0.9])
