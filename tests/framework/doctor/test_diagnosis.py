@@ -570,7 +570,7 @@ def test_a_loss_that_is_one_number(spread: float, update: float, expected: bool)
     assert ("loss-constant" in severities(history)) is expected
 
 
-def test_large_gradients_of_the_first_steps_are_no_spikes() -> None:
+def test_large_first_gradients_are_no_spikes() -> None:
     """A training that solves its task has tiny gradients soon; later gradients of that size are spikes."""
     norms = [2.0, 2.0, *[1e-3] * 398]
     assert "exploding-gradients" not in severities(finished(loss=[1.0] * 400, grad_norm=norms))
@@ -579,7 +579,7 @@ def test_large_gradients_of_the_first_steps_are_no_spikes() -> None:
 
 
 @pytest.mark.parametrize(("peak", "low", "expected"), [(4.1, 2.1, True), (4.1, 1.0, False), (3.5, 2.1, False)])
-def test_early_rises_that_a_training_does_not_recover_from(peak: float, low: float, expected: bool) -> None:
+def test_early_rises_without_recovery(peak: float, low: float, expected: bool) -> None:
     """With updates of a sixth of the weights, the first loss being 3.3."""
     history = finished(loss=[3.3, 3.2, peak, *[low] * 397], update_ratio=[0.01, 0.07, 0.11, 0.16, 0.16])
     assert ("learning-rate-too-high" in severities(history)) is expected
