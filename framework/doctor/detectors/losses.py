@@ -1083,6 +1083,9 @@ class TrainValidationDiverging(Detector):
         "trained": Threshold(0.6, "share by which the training loss has fallen in the same case"),
         "fallen": Threshold(0.2, "the same share if all validation losses are the same number"),
         "learned_later": Threshold(0.93, "as learned, after five evaluations or more"),
+        "learned_at_end": Threshold(0.96, "as learned_later, at the end of the training"),
+        "flat": Threshold(0.03, "of the first validation loss; a model that is trained on other data moves it by more"),
+        "memorised": Threshold(0.05, "share by which the training loss has fallen if the model memorises its data"),
         "small": Threshold(0.02, "of the first training loss; smaller rises cost nothing"),
     }
     needs = ("training_metrics",)
@@ -1105,6 +1108,8 @@ class TrainValidationDiverging(Detector):
         """Return a finding if all validation losses are the same number while the training loss falls."""
         values = validation.values
         if len(values) < 3 or np.ptp(values) != 0 or not loss_fall(history) > self.limit("fallen"):
+            return None
+        if not values[0] > 1.2 * end_level(history.loss):  # both are at the lowest possible value, such as 0
             return None
         return self.finding(
             "warning",
@@ -1129,7 +1134,8 @@ class TrainValidationDiverging(Detector):
         rise = self.limit("memorised_rise" if train_now < 0.02 * values[-1] else "rise")
         is_rising = level > rise * values[best] and values[-1] > rise * values[best]
         is_small = values[-1] - values[best] < self.limit("small") * start_level(loss)
-        if is_small or not (is_rising and train_now < train_then and train_now < values[-1]):
+        has_learned = loss_fall(history) > self.limit("memorised") or not start_level(loss) > 0
+        if is_small or not (is_rising and has_learned and train_now < train_then and train_now < values[-1]):
             return None
         accuracy = history.curve("training_metrics/val_acc")
         then, now = accuracy.at(step), accuracy.last
@@ -1168,12 +1174,14 @@ class TrainValidationDiverging(Detector):
         if not self._does_not_generalise(history, validation):
             return None
         trained, uniform = end_level(history.loss), uniform_loss(history)
+        is_flat = np.ptp(validation.values) < self.limit("flat") * validation.first
+        averages = "If you evaluate averaged weights or a copy, check their decay and when they are updated. "
         return self._suspicious(
             validation.first_step,
             f"the validation loss was never below that of equal probabilities, ln(C) = {uniform:.3g}, while the "
             f"training loss has fallen to {trained:.3g}: the model does not generalise at all.",
-            "Compare a batch of both sets: normalisation, preprocessing, vocabulary, and whether the labels belong to "
-            "their inputs; check that both losses are averaged in the same way.",
+            f"{averages if is_flat else ''}Compare a batch of both sets: normalisation, preprocessing, vocabulary, and "
+            "whether the labels belong to their inputs; check that both losses are averaged in the same way.",
             Evidence(name, validation.last, uniform, f"below {uniform:.3g}"),
             Evidence(f"{CHECKS}/loss", trained),
         )
@@ -1223,7 +1231,8 @@ class TrainValidationDiverging(Detector):
             is_late = validation.first_step > 0.5 * history.step
             return is_late and values.min() > 1.1 * uniform and end_level(history.loss) < 0.5 * uniform
         accuracy = history.last("training_metrics/val_acc")
-        learned = self.limit("learned" if len(values) < 5 else "learned_later")
+        later = "learned_at_end" if history.is_over else "learned_later"
+        learned = self.limit("learned" if len(values) < 5 else later)
         return end_level(history.loss) < learned * uniform and not accuracy > 2 * math.exp(-uniform)
 
     def _generalises(self, history: History, best_step: int) -> bool:

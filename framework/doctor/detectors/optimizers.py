@@ -185,6 +185,7 @@ class WeightsShrink(Detector):
     thresholds = {
         "shrinkage": Threshold(0.5, "of the initial norm; trainings that work keep or raise it"),
         "per_step": Threshold(0.02, "a weight without gradient is halved within 35 steps; usual are 1e-6 to 1e-3"),
+        "adamw": Threshold(0.1, "usual for AdamW, with any learning rate that trains"),
         "usual": Threshold(1e-3, "up to which decay only shrinks weights that have hardly any gradient"),
         "added": Threshold(0.1, "of Adam and other optimizers that divide the sum with the gradient by its size"),
     }
@@ -206,7 +207,13 @@ class WeightsShrink(Detector):
         norms = history.curve("parameter_norms/total_weight_norm")
         groups = history.facts.get("groups") or []
         decay = max((_number(group.get("weight_decay")) for group in groups), default=0.0)
-        per_step = max((_number(group.get("weight_decay")) * _number(group.get("lr")) for group in groups), default=0.0)
+        # A usual decay of AdamW shrinks weights as fast only if the learning rate is far too high.
+        unusual = [
+            group
+            for group in groups
+            if group.get("optimizer") != "AdamW" or _number(group.get("weight_decay")) > self.limit("adamw")
+        ]
+        per_step = max((_number(item.get("weight_decay")) * _number(item.get("lr")) for item in unusual), default=0.0)
         if per_step > self.limit("per_step"):
             yield self.finding(
                 "critical",

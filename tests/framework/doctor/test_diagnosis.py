@@ -555,6 +555,46 @@ def test_restarts_may_raise_single_losses(level: float, expected: bool) -> None:
     assert ("learning-rate-jump" in severities(history)) is expected
 
 
+def evaluated(values: list[float], *, first: float, last: float, uniform: float = 2.3) -> dict[str, str]:
+    """Return the texts of findings of a training with these validation losses, whose loss falls evenly."""
+    history = finished(loss=[first + (last - first) * step / 399 for step in range(400)], uniform_loss=[uniform])
+    places = [80 * (place + 1) for place in range(len(values))]
+    history.add(400, {"training_metrics/evaluation/val_loss": Series(places, values)})
+    return {item.id: f"{item.why} {item.next}" for item in diagnose(history)}
+
+
+def test_flat_validation_may_be_of_other_weights() -> None:
+    """An average that hardly follows stays at chance, as does a model that does not generalise, but with less noise."""
+    flat = evaluated([2.3, 2.29, 2.28, 2.28], first=2.31, last=0.04)
+    assert "averaged weights" in flat["train-validation-diverging"]
+    noisy = evaluated([2.31, 2.42, 2.33, 2.38], first=2.31, last=0.04)
+    assert "does not generalise" in noisy["train-validation-diverging"]
+    assert "averaged weights" not in noisy["train-validation-diverging"]
+
+
+def test_zero_losses_are_no_other_weights() -> None:
+    assert "train-validation-diverging" not in evaluated([0.0] * 4, first=0.5, last=0.0, uniform=math.nan)
+
+
+def test_unlearned_data_are_not_memorised() -> None:
+    """The validation loss rises, but the training loss has fallen by 2 % only."""
+    found = evaluated([0.65, 0.75, 0.8, 0.9], first=0.693, last=0.677, uniform=0.693)
+    assert "memorises" not in found.get("train-validation-diverging", "")
+
+
+def test_chance_in_all_evaluations_is_suspicious() -> None:
+    """The training loss has fallen slowly, to 95 % of that of equal probabilities."""
+    found = evaluated([1.61, 1.62, 1.62, 1.63, 1.63], first=1.61, last=1.51, uniform=1.609)
+    assert "Suspicious" in found["train-validation-diverging"]
+
+
+@pytest.mark.parametrize(("decay", "expected"), [(0.1, False), (0.5, True)])
+def test_usual_decay_explains_no_shrinking(decay: float, expected: bool) -> None:
+    """AdamW with a learning rate of 0.5 shrinks the weights by 5 % in every step even with a usual decay."""
+    history = History({"groups": [{"optimizer": "AdamW", "lr": 0.5, "weight_decay": decay}]})
+    assert ("weight-decay-too-large" in severities(history)) is expected
+
+
 def test_a_consequence_points_to_its_cause() -> None:
     """Updates that are far too large explain that the loss does not fall."""
     history = finished(loss=[3.3, 9.0, *[3.3] * 398], update_ratio=[0.9, 0.9, 0.9, 0.9, 0.9])
