@@ -28,11 +28,14 @@ class StoredTensors(Mapping[str, Tensor]):
         self._places: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
         self._file = TemporaryFile()  # noqa: SIM115 - open as long as this object exists
         finalize(self, _close, self._file)
+        buffer = torch.empty(0, dtype=torch.uint8)  # reused, since new memory takes as long as the copy
         for name, tensor in tensors:
             self._places[name] = self._file.tell(), tensor.dtype, tensor.shape
-            buffer, content = _memory_for(tensor.dtype, tensor.shape)
-            content.copy_(tensor.detach())
-            self._file.write(buffer)
+            if tensor.nbytes > len(buffer):
+                buffer = torch.empty(tensor.nbytes, dtype=torch.uint8)
+            content = buffer[: tensor.nbytes]
+            content.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            self._file.write(content.numpy().data)
         self._file.flush()
 
     def __getitem__(self, name: str) -> Tensor:
