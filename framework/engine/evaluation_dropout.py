@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..training import is_compiled
 
-WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-"""Modules that compute other bits while calls of torch's functions are watched."""
+WITH_FAST_PATH = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""Modules that compute other bits with module hooks, or while calls of torch's functions are watched."""
 DROPOUTS = (
     functional.dropout,
     functional.dropout1d,

@@ -266,7 +266,7 @@ class HookManager:
         result = self.run_isolated(name, run_in_eval_mode)
         if active_dropouts and self.task.ranks.is_main:
             step, names = self.state.loop.step, ", ".join(active_dropouts)
-            sentence = f"The model calls {names} with dropout that is active in eval mode."
+            sentence = f"The model calls functions that drop elements in eval mode, too: {names}."
             alert = Alert(sentence, metric="active_dropout", step=step, id="dropout-in-evaluation")
             self.dispatch.report(alert, "evaluation", self.state.loop.epoch)
         return result

@@ -21,7 +21,7 @@ from ..checkpoints import state_for_rank
 from ..combined_optimizers import separate_optimizers
 from ..console import RunConsole
 from ..data import Batch, MicroBatches
-from ..engine import Driver, HookManager, unmet_need
+from ..engine import WITH_FAST_PATH, Driver, HookManager, unmet_need
 from ..errors import RankLostError, RunNotice, UnsuitableError, notice, require, short_path
 from ..hooks import ENDLESS, Alert, StatePart, treatments
 from ..isolation import borrowed_modes, borrowed_parameters
@@ -49,8 +49,6 @@ from .other_modules import given_modules, modules_of_loss
 Result = TypeVar("Result")
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
 """Optimizers with an attached loop."""
-WITH_FAST_PATH = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
-"""Modules that compute other bits in evaluations if they have a hook."""
 _OPEN: "dict[Path, AttachedLoop]" = {}
 """Loops of this process whose runs have started and are not closed, by folder."""
 

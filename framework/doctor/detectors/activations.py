@@ -161,9 +161,10 @@ class RouterCollapse(Detector):
         "a load-balancing loss, or noise on the logits of the router, and start with equal logits."
     )
     source = "Shazeer et al., arXiv 1701.06538, section 4; Fedus et al., arXiv 2101.03961, section 2.2"
-    applies_to = "models whose experts have names with 'expert'"
+    applies_to = "models whose experts have names with 'expert', and those that the hook moe_router measures"
     thresholds = {
         "patience": Threshold(100, "steps; many experts and few tokens leave some out for a while"),
+        "checks": Threshold(4, "successive checks without a gradient, of experts that had one before"),
         "entropy": Threshold(0.5, "of the entropy of equal loads; trained routers have 0.8 to 1"),
     }
     needs = ("training_checks",)
@@ -216,5 +217,5 @@ class RouterCollapse(Detector):
         # The value is the number of successive checks without a gradient; the shortest streak in the record counts.
         checks = min(int(min(streaks.values())), len(checked))
         first_step = int(checked.steps[-checks]) if checks else checked.last_step
-        is_long = checked.last_step - first_step >= self.limit("patience")
+        is_long = checks >= self.limit("checks") and checked.last_step - first_step >= self.limit("patience")
         return (first_step, count, [*streaks]) if is_long else None

@@ -739,9 +739,8 @@ class NoBetterThanFrequencies(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last checked losses are those of predicting the frequencies of their batches."""
-        last_ratio = _ratio_to_baseline(history, "frequency_loss", int(self.limit("steps")), int(self.limit("checks")))
-        entropy = median_of(history.curve(f"{CHECKS}/frequency_loss").values)
-        if not self.limit("share") < last_ratio < 1.1 or entropy > self.limit("even") * uniform_loss(history):
+        ratio, entropy = _compared(history, "frequency_loss", int(self.limit("steps")), int(self.limit("checks")))
+        if not self.limit("share") < ratio < 1.1 or entropy > self.limit("even") * uniform_loss(history):
             return
         last = end_level(history.loss)
         yield self.finding(
@@ -757,8 +756,10 @@ class NoBetterThanFrequencies(Detector):
         )
 
 
-def _ratio_to_baseline(history: History, metric: str, steps: int, checks: int) -> float:
-    """Return the loss relative to that of a constant prediction, on the last checked batches; NaN before ``steps``.
+def _compared(history: History, metric: str, steps: int, checks: int) -> tuple[float, float]:
+    """Return the loss relative to that of a constant prediction, on the last checked batches, and the latter.
+
+    Both are NaN before ``steps``.
 
     Args:
         history: the record.
@@ -769,11 +770,12 @@ def _ratio_to_baseline(history: History, metric: str, steps: int, checks: int) -
     loss, baseline = history.loss, history.curve(f"{CHECKS}/{metric}")
     patience = 0 if history.is_over else 0.2 * (history.planned_steps or 1500)
     if loss.last_step < max(steps, patience) or is_warming_up(history):
-        return math.nan
+        return math.nan, math.nan
     is_late = (baseline.steps > 0.25 * loss.last_step) & (baseline.values > 0)
     # Of the same batches, so that the differences between them cancel.
     ratios = np.array([loss.at(int(step)) for step in baseline.steps[is_late]]) / baseline.values[is_late]
-    return median_of(ratios[-checks:]) if len(ratios) >= checks else math.nan
+    level = median_of(baseline.values[is_late])
+    return (median_of(ratios[-checks:]), level) if len(ratios) >= checks else (math.nan, level)
 
 
 NEAR_MEAN = 2.0
@@ -804,33 +806,34 @@ class NoBetterThanMean(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last checked losses are those of predicting the mean of their batches."""
-        ratio = _ratio_to_baseline(history, "mean_target_loss", int(self.limit("steps")), int(self.limit("checks")))
+        ratio, variance = _compared(history, "mean_target_loss", int(self.limit("steps")), int(self.limit("checks")))
         if not (self.limit("share") < ratio < NEAR_MEAN or ratio > self.limit("worse")):
             return
-        baseline, loss = history.curve(f"{CHECKS}/mean_target_loss"), history.loss
-        is_late = (baseline.steps > 0.25 * loss.last_step) & (baseline.values > 0)
-        variance, last = median_of(baseline.values[is_late]), end_level(loss)
-        steps = f"after {loss.last_step:,} steps the loss is {last:.3g}, and always predicting the mean of the targets"
+        loss, last = history.loss, end_level(history.loss)
+        losses = (
+            f"{loss.last_step:,} steps the loss is {last:.3g}, and always predicting the mean of the targets gives "
+            f"{variance:.3g}"
+        )
         if ratio < NEAR_MEAN:
             why = (
-                f"Suspicious: {steps} gives {variance:.3g}, so the model has learned nothing from its inputs. If no "
-                "other finding explains it, the targets may not belong to their inputs."
+                f"Suspicious: after {losses}, so the model has learned nothing from its inputs. If no other finding "
+                "explains it, the targets may not belong to their inputs."
             )
             remedy = (
                 "Print a few rows with their targets and predictions; check that the targets are those that belong to "
                 "the inputs; try to overfit a single batch, which must bring the loss near 0."
             )
-        elif loss.first > self.limit("worse") * baseline.first:
+        elif loss.first > self.limit("worse") * variance:
             why = (
-                f"{steps[0].upper()}{steps[1:]} gives {variance:.3g}: the outputs are too large or too small from the "
-                f"start, where the loss is {loss.first:.3g}."
+                f"After {losses}: the outputs are too large or too small from the start, where the loss is "
+                f"{loss.first:.3g}."
             )
             remedy = (
                 "Use smaller initial weights for embeddings and the last layer, start its bias at the mean of the "
                 "targets, and standardise targets whose mean is far from 0."
             )
         else:
-            why = f"{steps[0].upper()}{steps[1:]} gives {variance:.3g}: the training makes the model worse."
+            why = f"After {losses}: the training makes the model worse."
             remedy = "Lower the learning rate, and print a few rows with their targets and predictions."
         yield self.finding(
             "warning",
