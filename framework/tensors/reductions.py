@@ -87,7 +87,7 @@ def length_of(tensor: Tensor) -> float | Tensor:
     """Return the Euclidean norm of one of the :func:`pieces` of a tensor, a number if the host can read it at once."""
     if not _is_plain(tensor):
         return norms_of([tensor])[0]
-    flat = tensor.reshape(-1)
+    flat = _stored(tensor).reshape(-1)
     square = float(_dot(flat, flat))
     if square < ACCURATE and not flat.any():  # the common case of a tensor that has not changed
         return 0.0

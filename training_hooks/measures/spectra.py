@@ -13,7 +13,7 @@ Four blocks save a quarter of the time of matrices of width 512; a product of sm
 
 
 def smaller_gram(matrix: Tensor) -> Tensor:
-    """Return the lower triangle of the smaller one of WWᵀ and WᵀW, in float64.
+    """Return the lower triangle of the smaller one of WWᵀ and WᵀW, in float64; of a complex W with the conjugate.
 
     Its shape is (n, n), n = min(rows, columns); elements above the diagonal have arbitrary values.
     """
@@ -21,13 +21,14 @@ def smaller_gram(matrix: Tensor) -> Tensor:
     # Σ WᵢWᵢᵀ, so that a few columns at a time are in float64.
     wide_matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     count = len(wide_matrix)
-    gram = torch.zeros(count, count, dtype=torch.float64, device=matrix.device)
+    dtype = torch.promote_types(matrix.dtype, torch.float64)
+    gram = torch.zeros(count, count, dtype=dtype, device=matrix.device)
     block = max(SMALLEST_BLOCK, -(-count // BLOCKS))
     for part in torch.split(wide_matrix, max(1, PART // max(1, count)), dim=1):
-        wide_part = part.double()
+        wide_part = part.to(dtype)
         for first in range(0, count, block):
             last = min(first + block, count)
-            gram[first:last, :last].addmm_(wide_part[first:last], wide_part[:last].T)
+            gram[first:last, :last].addmm_(wide_part[first:last], wide_part[:last].mH)
     return gram
 
 

@@ -29,7 +29,8 @@ def edge_excess(values: Tensor, rows: int, columns: int) -> Tensor:
 
     μ and τ are location and scale of the largest eigenvalue of WWᵀ for independent entries of variance 1: with p the
     smaller and q the larger dimension less 1, μ = (√q + √p)² and τ = (√q + √p)·(1/√q + 1/√p)^(1/3) (Johnstone 2001).
-    Then the result has approximately the Tracy-Widom distribution of order 1. NaN for zeros, and for vectors.
+    Then the result has approximately the Tracy-Widom distribution of order 1, of order 2 for complex entries. NaN for
+    zeros, and for vectors.
     """
     p, q = min(rows, columns), max(rows, columns) - 1
     if p < 2:
@@ -50,11 +51,11 @@ def spectra_by_size(matrices: Vector) -> list[tuple[list[str], Tensor]]:
         For each group, of one number n = min(rows, columns), the names of the matrices, and their singular values as a
         float64 tensor of shape (names, n), descending; NaN for a matrix with an infinite or NaN element.
     """
-    by_size: dict[tuple[int, torch.device], list[str]] = {}
+    by_size: dict[tuple[int, bool, torch.device], list[str]] = {}
     for name, matrix in matrices.items():
-        by_size.setdefault((min(matrix.shape), matrix.device), []).append(name)
+        by_size.setdefault((min(matrix.shape), matrix.is_complex(), matrix.device), []).append(name)
     groups = []
-    for (size, _), names in by_size.items():
+    for (size, *_), names in by_size.items():
         count = max(1, TOGETHER // max(1, size**2))
         groups += [names[first : first + count] for first in range(0, len(names), count)]
     return [(group, singular_values(torch.stack([smaller_gram(matrices[name]) for name in group]))) for group in groups]
