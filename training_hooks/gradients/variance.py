@@ -45,34 +45,33 @@ class Chunk:
 
 
 @torch.no_grad()
-def extend(chunk: Chunk, layout: FlatLayout, gradients: Vector, previous: FlatVector, *, has_previous: bool) -> None:
+def extend(chunk: Chunk, layout: FlatLayout, gradients: Vector, previous: FlatVector | None) -> None:
     """Add gradients to a chunk in place, and overwrite the previous ones by them.
 
     Args:
         chunk: the chunk.
         layout: the layout of the chunk's mean and of ``previous``.
         gradients: gradients by parameter name; zeros for missing names.
-        previous: the gradients of the step before.
-        has_previous: whether ``previous`` has such gradients, or undefined values.
+        previous: the gradients of the step before, None if they are unknown.
     """
     chunk.count += 1
-    means, before = layout.views(FlatVector(chunk.mean)), layout.views(previous)
+    vectors = [FlatVector(chunk.mean)] if previous is None else [FlatVector(chunk.mean), previous]
     deviations, changes = list[float | Tensor](), list[float | Tensor]()
-    for triple in zip(layout.shards(gradients), means, before, strict=True):
+    for tensors in zip(layout.shards(gradients), *map(layout.views, vectors), strict=True):
         of_deviation, of_change = list[float | Tensor](), list[float | Tensor]()
-        for new, mean, old in pieces(*triple):
+        for new, mean, *before in pieces(*tensors):
             # Welford's recurrence: δ = g_n − mean_{n−1}, scatter += ‖δ‖²·(n − 1)/n, mean += δ/n
             deviation = new.to(mean.dtype) - mean
             of_deviation.append(length_of(deviation))
             mean.add_(deviation, alpha=1 / chunk.count)
-            if has_previous:
+            for old in before:
                 of_change.append(length_of(torch.sub(new, old, out=deviation)))
-            old.copy_(new)
+                old.copy_(new)
         deviations.append(joined_length(of_deviation))
         changes.append(joined_length(of_change))
     if chunk.count > 1:
         chunk.scatter += layout.over_ranks(tensor_of(deviations).square()) * ((chunk.count - 1) / chunk.count)
-    if has_previous:
+    if previous is not None:
         (chunk.changes if chunk.count > 1 else chunk.link).add_(layout.over_ranks(tensor_of(changes).square()).sum())
 
 
@@ -222,13 +221,14 @@ class Variance(TrainingHook):
     def _extend(self, ctx: RunDataContext) -> FlatLayout:
         """Add the step's gradient to the newest chunk, or to a new one if that is full."""
         layout, vectors = self._layout(ctx), self._memory.vectors
+        started = [chunk for chunk in self._chunks if chunk.count]
+        if started and "previous" not in vectors:
+            # The second gradient of a window: the mean so far is the first one.
+            vectors["previous"] = FlatVector(started[-1].on(layout).mean.clone())
         gradients = layout.gradients()
         chunk = self._chunks[-1] = self._chunks[-1].on(layout)
         chunk.owners += [name for name in gradients if name not in chunk.owners]
-        has_previous = "previous" in vectors
-        if not has_previous:
-            vectors["previous"] = layout.zeros()
-        extend(chunk, layout, gradients, vectors["previous"], has_previous=has_previous)
+        extend(chunk, layout, gradients, vectors.get("previous"))
         return layout
 
     def state_dict(self) -> dict[str, Any]:

@@ -26,25 +26,38 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._places: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
-        self._file = TemporaryFile()  # noqa: SIM115 - open as long as this object exists
+        self._file = TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as this object exists
         finalize(self, _close, self._file)
-        buffer = torch.empty(0, dtype=torch.uint8)  # reused, since new memory takes as long as the copy
         for name, tensor in tensors:
             self._places[name] = self._file.tell(), tensor.dtype, tensor.shape
-            if tensor.nbytes > len(buffer):
-                buffer = torch.empty(tensor.nbytes, dtype=torch.uint8)
-            content = buffer[: tensor.nbytes]
-            content.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-            self._file.write(content.numpy().data)
-        self._file.flush()
+            self._write(tensor)
 
     def __getitem__(self, name: str) -> Tensor:
         offset, dtype, shape = self._places[name]
-        buffer, content = _memory_for(dtype, shape)
+        content = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
+        rest = content.numpy().data
         self._file.seek(offset)
-        if self._file.readinto(buffer) != buffer.nbytes:
-            raise OSError(f"The temporary file with a copy of {name!r} is shorter than when it was written.")
-        return content
+        while rest:
+            size = self._file.readinto(rest)
+            if not size:
+                raise OSError(f"The temporary file with a copy of {name!r} is shorter than when it was written.")
+            rest = rest[size:]
+        return content.view(dtype).view(shape)
+
+    def replace(self, name: str, tensor: Tensor) -> None:
+        """Overwrite a copy by another tensor of its dtype and shape.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        self._file.seek(self._places[name][0])
+        self._write(tensor)
+
+    def _write(self, tensor: Tensor) -> None:
+        content = tensor.detach().cpu().contiguous()
+        rest = content.view(-1).view(torch.uint8).numpy().data
+        while rest:  # a system may write less than it was given, such as 2 GB at a time
+            rest = rest[self._file.write(rest) :]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -54,11 +67,5 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def _close(file: IO[bytes]) -> None:
-    with suppress(OSError):  # closing a file repeats a write that failed
+    with suppress(OSError):  # a delayed write that failed
         file.close()
-
-
-def _memory_for(dtype: torch.dtype, shape: torch.Size) -> tuple[memoryview, Tensor]:
-    """Return new memory as bytes and as a tensor."""
-    content = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
-    return content.numpy().data, content.view(dtype).view(shape)

@@ -42,7 +42,7 @@ class WeightCopy:
         self._versions = _versions(parameters)
         shards = dict(zip(parameters, local_shards(parameters.values()), strict=True))
         stored = _stored(shards) if is_rarely_read else None
-        self._copies = stored or {name: _wide(shard.detach(), copy=True) for name, shard in shards.items()}
+        self._copies: Mapping[str, Tensor] = stored or _in_memory(shards)
         # The latest results, for another hook that asks for the same
         self._change_norms: tuple[Any, Tensor] | None = None
         self._norms: tuple[list[str], Tensor] | None = None
@@ -107,8 +107,16 @@ class WeightCopy:
 
         With ``follow``, θ then overwrites the copy θ₋; no other hook may hold it.
         """
-        shards = zip(parameters, local_shards(parameters.values()), strict=True)
-        lengths = [_distance(self._copies[name], shard.detach(), follow=follow) for name, shard in shards]
+        shards = dict(zip(parameters, local_shards(parameters.values()), strict=True))
+        stored = self._copies if isinstance(self._copies, StoredTensors) else None
+        overwrites = follow and stored is None
+        lengths = [_distance(self._copies[name], shard.detach(), overwrites) for name, shard in shards.items()]
+        if follow and stored is not None:
+            try:
+                for name, shard in shards.items():
+                    stored.replace(name, _wide(shard))
+            except OSError:  # a full disk: the copies are in memory from now on
+                self._copies = _in_memory(shards)
         return _over_ranks(tensor_of(lengths), parameters)
 
     @torch.no_grad()
@@ -162,12 +170,12 @@ def _over_ranks(values: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
     return over_shards(values.square(), groups).sqrt() if groups else values
 
 
-def _distance(old: Tensor, new: Tensor, *, follow: bool) -> float | Tensor:
-    """Return ‖new − old‖₂, zero-dimensional; with ``follow``, ``new`` then overwrites ``old``."""
+def _distance(old: Tensor, new: Tensor, overwrites: bool) -> float | Tensor:
+    """Return ‖new − old‖₂, zero-dimensional; if it ``overwrites``, ``new`` is then written to ``old``."""
     lengths = []
     for before, after in pieces(old, new):
         lengths.append(length_of(_wide(after) - before))
-        if follow:
+        if overwrites:
             before.copy_(after)
     return joined_length(lengths)
 
@@ -180,7 +188,8 @@ def _movement(old: Tensor, new: Tensor) -> tuple[float | Tensor, Tensor, Tensor,
         change = _wide(after) - before
         lengths.append(length_of(change))
         changed.append(torch.count_nonzero(change))
-        largest.append(change.abs_().amax() if change.numel() else change.sum())
+        sizes = change.abs() if change.is_complex() else change.abs_()
+        largest.append(sizes.amax() if sizes.numel() else sizes.sum())
     return (
         joined_length(lengths),
         torch.stack(largest).amax(),
@@ -198,6 +207,10 @@ def _stored(shards: Mapping[str, Tensor]) -> StoredTensors | None:
         return StoredTensors((name, _wide(shard)) for name, shard in shards.items())
     except OSError:
         return None  # no folder for temporary files, or a full disk
+
+
+def _in_memory(shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _wide(shard.detach(), copy=True) for name, shard in shards.items()}
 
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
@@ -254,12 +267,15 @@ class WeightMemory(Remembering):
         self._own.discard(name)
         self.copies[name] = WeightCopy.kept(model, self.parameters(model))
 
-    def follow(self, name: str, model: nn.Module) -> Tensor:
-        """Return ‖θ − θ₋‖₂ of each parameter from a copy θ₋, shape (parameters,), and replace the copy by θ."""
+    def follow(self, name: str, model: nn.Module, *, is_rarely_read: bool = False) -> Tensor:
+        """Return ‖θ − θ₋‖₂ of each parameter from a copy θ₋, shape (parameters,), and replace the copy by θ.
+
+        A large copy of parameters on the CPU that ``is_rarely_read`` is in a temporary file.
+        """
         parameters, copy = self.parameters(model), self.copies[name]
         distances = copy.distances(parameters, follow=name in self._own)
         if name not in self._own:
-            self.copies[name] = WeightCopy(parameters)
+            self.copies[name] = WeightCopy(parameters, is_rarely_read=is_rarely_read)
             self._own.add(name)
         return distances
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from ..measures import WeightMemory
 
 POINTS = ("start", "interval", "newest")
+RARE = 4
+"""From this number of steps from point to point on, a copy of the newest point counts as rarely read."""
 FOLD = 512  # legs that are collected before their lengths are added up in one operation
 
 
@@ -28,8 +30,8 @@ class PathLength(TrainingHook):
     Assumes that the same parameters are trained throughout: one that is frozen later does not move, one that is
     unfrozen later is not part of the path. Keeps up to three copies of the parameters, in float32 or wider: at the
     start, at the last report, and at the newest point. Equal copies are one, and parameter_delta shares that at the
-    last report. For a model on the CPU, large copies of the first two are in a temporary file (in ``TMPDIR``), not in
-    memory.
+    last report. For a model on the CPU, large copies are in a temporary file (in ``TMPDIR``), not in memory; that of
+    the newest point only if ``every`` is at least 4.
 
     Args:
         every: steps from one point of the path to the next.
@@ -68,6 +70,7 @@ class PathLength(TrainingHook):
     def __init__(self, *, every: int = 4) -> None:
         require(every >= 1, f"path_length.every is {every}; it must be at least 1.")
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
+        self._is_rarely_read = every >= RARE
 
     def start(self, run: RunInfo) -> None:
         """Keep the parameters as the start of the path; a resumed run already has them."""
@@ -87,7 +90,8 @@ class PathLength(TrainingHook):
 
     def _add_leg(self, model: nn.Module, steps: int) -> None:
         """Measure the leg from the previous point to the current parameters, which become the newest point."""
-        self._squares.append(total_of(self._memory.follow("newest", model)).square())
+        distances = self._memory.follow("newest", model, is_rarely_read=self._is_rarely_read)
+        self._squares.append(total_of(distances).square())
         self._steps += steps
         self._interval_steps += steps
         if len(self._squares) >= FOLD:

@@ -69,7 +69,8 @@ def test_copy_follows_the_parameters():
     for _ in range(3):
         before = {name: value.detach().clone() for name, value in model.named_parameters()}
         moved(model)
-        expected = [float((value.detach() - before[name]).norm()) for name, value in model.named_parameters()]
+        now = {name: value.detach().to(torch.complex128) for name, value in model.named_parameters()}
+        expected = [float((value - before[name]).norm()) for name, value in now.items()]
         assert memory.follow("newest", model).tolist() == pytest.approx(expected, rel=1e-6)
     assert memory.copies["newest"].equals(trainable(model))
     assert memory.copies["start"] is start
@@ -107,12 +108,44 @@ def test_restored_memory_shares_equal_copies():
     assert torch.equal(again.copies["start"]["p0"], state["vectors"]["start"]["p0"])
 
 
-def test_kept_copies_may_be_in_a_file(smallest_file):
+@pytest.mark.parametrize("is_rarely_read", [False, True])
+def test_kept_copies_may_be_in_a_file(smallest_file, is_rarely_read):
     model, memory = model_of((2, 3)), WeightMemory()
     memory.reset_to(model, trainable(model), "start", "newest")
-    memory.follow("newest", model)
+    memory.follow("newest", model, is_rarely_read=is_rarely_read)
     in_file = {name: isinstance(copy._copies, StoredTensors) for name, copy in memory.copies.items()}
-    assert in_file == {"start": smallest_file == 0, "newest": False}
+    assert in_file == {"start": smallest_file == 0, "newest": smallest_file == 0 and is_rarely_read}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_followed_copies_are_overwritten_in_their_place(dtype):
+    model, memory = model_of((3, 2), (), (0,), dtype=dtype), WeightMemory()
+    model.p3 = nn.Parameter(torch.randn(5, 4, dtype=dtype).T)
+    memory.reset_to(model, trainable(model), "newest")
+    expected = [0.0] * 4
+    for _ in range(3):
+        distances = memory.follow("newest", model, is_rarely_read=True)
+        assert distances.tolist() == pytest.approx(expected, rel=1e-6)
+        assert memory.copies["newest"].equals(trainable(model))
+        before = {name: value.detach().clone() for name, value in model.named_parameters()}
+        moved(model)
+        now = {name: value.detach().to(torch.complex128) for name, value in model.named_parameters()}
+        expected = [float((value - before[name]).norm()) for name, value in now.items()]
+
+
+def test_a_file_that_fills_becomes_memory(monkeypatch):
+    def failing(self, name, tensor):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(StoredTensors, "replace", failing)
+    model, memory = model_of((2, 3)), WeightMemory()
+    memory.reset_to(model, trainable(model), "newest")
+    memory.follow("newest", model, is_rarely_read=True)
+    for _ in range(2):
+        moved(model)
+        assert memory.follow("newest", model, is_rarely_read=True) > 0
+        assert memory.copies["newest"].equals(trainable(model))
+        assert isinstance(memory.copies["newest"]._copies, dict)
 
 
 @pytest.mark.parametrize("size", [(4,), (2**16,)])
@@ -120,7 +153,7 @@ def test_kept_copies_may_be_in_a_file(smallest_file):
 def test_copies_without_a_file_are_in_memory(folder, size, monkeypatch):
     """A folder for temporary files that is missing or full costs memory, not the copy."""
 
-    def failing():
+    def failing(**options):
         raise FileNotFoundError("No usable temporary directory found")
 
     full = partial(Path("/dev/full").open, "w+b")
@@ -148,3 +181,11 @@ def test_a_shortened_file_is_an_error():
     stored._file.truncate(8)
     with pytest.raises(OSError, match="copy of 'weight' is shorter"):
         stored["weight"]
+
+
+def test_stored_tensors_are_replaced_alone():
+    tensors = {str(place): torch.randn(4) for place in range(3)}
+    stored = StoredTensors(tensors.items())
+    tensors["1"] = torch.randn(4)
+    stored.replace("1", tensors["1"])
+    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
