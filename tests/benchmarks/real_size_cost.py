@@ -4,6 +4,7 @@
 memory.
 """
 
+import gc
 import statistics
 import subprocess
 import sys
@@ -190,6 +191,7 @@ def measure(
         warnings.simplefilter("ignore")
         bare = Training(model, "bare", stack, is_tiny, wrap=wrap)
         ours = Training(model, group, stack, is_tiny, DUE, wrap)
+        gc.collect()  # the imports left a full collection due, which the next few hundred objects would cause
         for step in range(1 + DUE * (1 + rounds)):
             if step == 1 + DUE:
                 ours.skip_first_checks()
