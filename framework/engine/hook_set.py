@@ -25,7 +25,7 @@ from ..errors import (
 from ..hooks import STEP_POINTS, HookPoint, InterventionHook, MetricInfo, RunInfo, StatePart, TrainingHook
 from ..isolation import Call, Isolation, is_shipped
 from ..state import TrainingState, visited
-from ..taps import TapSet
+from ..taps import TapSet, attention_not_read
 from ..training import Profiler, Ranks
 from . import hook_validation
 from .error_advice import advice_on_mutation
@@ -171,7 +171,7 @@ class HookSet:
             function = partial(self._offload.call, hook, function)
 
         def run_tap() -> Result:
-            with self.profiler.section(hook.name):
+            with self.profiler.section(hook.name), attention_not_read():
                 return self.isolation.observe_in_pass(call, function)
 
         return self._call_safely(hook, call.where, call.step, run_tap)

@@ -1,8 +1,8 @@
 """A function mode that reads the attention calls of modules, without changing their results."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -150,3 +150,18 @@ class AttentionReader(TorchFunctionMode):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             return self._traces.call_of(args[0]) if dim in (-1, 3) else None
         return None
+
+
+@contextmanager
+def attention_not_read() -> Iterator[None]:
+    """Run the body without the innermost mode if that is a reader, which would be called for every operation."""
+    depth = torch._C._len_torch_function_stack()
+    reader = torch._C._get_function_stack_at(depth - 1) if depth else None
+    if not isinstance(reader, AttentionReader):
+        yield
+        return
+    torch._C._pop_torch_function_stack()
+    try:
+        yield
+    finally:
+        torch._C._push_on_torch_function_stack(reader)

@@ -2,11 +2,21 @@
 
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
 from loopscope.errors import StateMutationError, UsageError
-from loopscope.hooks import AttentionCall, AttentionTap, FusedCall, HookPoint, TapOwner, TrainingHook, WrittenCall
+from loopscope.hooks import (
+    AttentionCall,
+    AttentionTap,
+    ForwardTap,
+    FusedCall,
+    HookPoint,
+    TapOwner,
+    TrainingHook,
+    WrittenCall,
+)
 from loopscope.taps import TapSet
 from torch import Tensor, nn
 from torch.nn import functional
@@ -188,6 +198,19 @@ class Reader(TrainingHook):
 
     def taps(self, model):
         return self._taps
+
+
+def test_taps_within_attention_run_without_its_reader():
+    """The reader, which would be called for every operation of a tap, is active again after each of them."""
+    depths = {"linear": [], "attention": []}
+
+    def count(name: str, *_: object) -> None:
+        depths[name].append(torch._C._len_torch_function_stack())
+
+    taps = [ForwardTap(f"{LAYER}.qkv", partial(count, "linear")), AttentionTap(LAYER, partial(count, "attention"))]
+    train(CASE, [Reader(*taps)])
+    assert {*depths["linear"], *depths["attention"]} == {0}
+    assert len(depths["linear"]) == len(depths["attention"]) > 0
 
 
 @pytest.mark.guarantee("observers-change-nothing")
