@@ -10,8 +10,11 @@ from torch import Tensor
 
 HIDDEN = -5e3
 """The score of a hidden key is at least this far below its product: additive masks use −∞, or −10⁴ and less."""
-BLOCK_ELEMENTS = 2**22
-"""Largest number of scores in memory at a time, if a row of all heads has no more."""
+BLOCK_ELEMENTS, MORE_ELEMENTS = {"cpu": 2**18}, 2**22
+"""Largest number of scores in memory at a time, by the kind of the device; more on those that have no entry.
+
+A row of all heads may have more. On the CPU a small block stays in the cache.
+"""
 
 
 class ScoreBlock(NamedTuple):
@@ -67,8 +70,9 @@ class AttentionCall(ABC):
         """
         samples, heads, queries, keys = self.shape
         row = max(1, heads * keys)
-        queries_at_once = max(1, min(queries, BLOCK_ELEMENTS // row))
-        samples_at_once = max(1, BLOCK_ELEMENTS // (row * max(1, queries))) if queries_at_once == queries else 1
+        most = BLOCK_ELEMENTS.get(self.tensors[0].device.type, MORE_ELEMENTS)
+        queries_at_once = max(1, min(queries, most // row))
+        samples_at_once = max(1, most // (row * max(1, queries))) if queries_at_once == queries else 1
         for first in range(0, samples, samples_at_once):
             for start in range(0, queries, queries_at_once):
                 part = slice(first, first + samples_at_once), slice(start, start + queries_at_once)

@@ -15,7 +15,7 @@ ELEMENTS = 2**14
 """Number of elements of an output gradient that are measured."""
 LAYERS = 8
 """Number of evenly spaced layers whose products are compared."""
-KEPT = 2**22
+KEPT = 2**20
 """Largest number of operand values that are kept before they are cast."""
 LOWEST, EXPONENTS = -149, 278
 """The smallest exponent of float32 numbers, and the number of exponents."""

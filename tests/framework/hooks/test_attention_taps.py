@@ -133,7 +133,7 @@ def test_blocks_cover_all_queries(queries, monkeypatch):
     places, keys = torch.arange(5)[:, None], torch.arange(6)
     visible = mask & (keys <= places) & (keys > places - 3)
     expected = (0.3 * query @ key.mT).masked_fill(~visible, -torch.inf)
-    monkeypatch.setattr("loopscope.hooks.attention_calls.BLOCK_ELEMENTS", 12 * queries)
+    monkeypatch.setattr("loopscope.hooks.attention_calls.BLOCK_ELEMENTS", {"cpu": 12 * queries})
     seen = torch.full_like(expected, torch.nan)
     starts = dict.fromkeys(range(2), 0)
     for block in call.blocks():
