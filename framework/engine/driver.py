@@ -35,6 +35,8 @@ class Driver:
         self._hooks, self._taps = manager.hooks, manager.taps
         self._recorder = GradientRecorder(task, manager.hooks)
         self._backward_recorder = BackwardRecorder(task, manager.hooks)
+        self.describe_backward = self.before_backward if self._backward_recorder.is_needed else None
+        """:meth:`before_backward`, or ``None`` if no hook needs descriptions of backward passes."""
         self._saves_streams = manager.hooks.listeners.any_has("needs_step_replay")
         self._checked_first_batch = False
         self.can_cancel_steps = False
@@ -131,14 +133,15 @@ class Driver:
         """Fire PRE_UPDATE and record the learning rate of the step; not called for a skipped step."""
         if self._hooks.listeners.at[PRE_UPDATE]:
             self.manager.fire(PRE_UPDATE)
-        self.record_learning_rate()
+        learning_rate = self.task.optimizer.param_groups[0].get("lr")
+        if type(learning_rate) is float:
+            self.loop.step_lr = learning_rate
+        else:
+            self.record_learning_rate()
 
     def record_learning_rate(self) -> None:
         """Record the learning rate of the step, which a scheduler may change afterwards."""
         group = self.task.optimizer.param_groups[0]
-        if type(group.get("lr")) is float:
-            self.loop.step_lr = group["lr"]
-            return
         learning_rate = learning_rate_of(group)
         # Cloned, since schedulers write to a tensor in place.
         self.loop.step_lr = learning_rate.clone() if isinstance(learning_rate, Tensor) else learning_rate

@@ -216,6 +216,9 @@ def call_method(runner: Any, method: str, *arguments: Any) -> Any:
         InvalidExperimentError: for an invalid return value.
     """
     value = getattr(runner, method)(*arguments)
+    is_number = method == "compute_loss" and type(value) is Tensor and not value.ndim
+    if is_number and value.requires_grad and not value.is_complex():
+        return value  # a valid loss, without further calls, since this is done at every step
     instance = object() if isinstance(value, type) else value  # a class has the methods of its instances
     if accepted := ACCEPTED[method](instance, *arguments):
         raise unfit_error(runner, f"returned {_short_repr(value)}; it must be {accepted}.", method)

@@ -317,7 +317,7 @@ def update(
                     f"remove the default of its parameter closure, for example in a subclass of {kind}."
                 ) from error
             raise
-    if step_scheduler and not skipped:
+    if step_scheduler and not skipped and task.scheduler is not None:
         advance_scheduler(task, count)
 
 
