@@ -56,8 +56,7 @@ def select_hooks(
         )
     if group is not None:
         if group not in hook_sets:
-            problem = unknown("group", group, hook_sets)
-            raise UsageError(f"Experiment {owner!r} has no hook group of that name: {problem}")
+            raise _unknown_group(group, hook_sets, owner)
         selected += _checked_group(group, hook_sets[group], owner)
     for name in named:
         if name in ("all", "observers"):
@@ -72,6 +71,16 @@ def select_hooks(
     if selected:
         selected = [*always_on(), *selected]
     return [HookRegistry.get(name, keywords=KEYWORDS).name for name in dict.fromkeys(selected)]
+
+
+def _unknown_group(group: str, hook_sets: Mapping[str, Sequence[str]], owner: str) -> UsageError:
+    """Return the error for a word that names no group, but perhaps hooks."""
+    names = [name for name in group.replace(",", " ").split() if name not in KEYWORDS]
+    if names and {*names} <= {*HookRegistry.names()}:
+        what = f"{group!r} is a hook" if len(names) == 1 else f"{group!r} names hooks"
+        return UsageError(f"{what}, not a group of hooks; use {option_text('hooks', names)}.")
+    problem = unknown("group", group, hook_sets)
+    return UsageError(f"Experiment {owner!r} has no hook group of that name: {problem}")
 
 
 def _checked_group(group: str, names: Sequence[str], owner: str) -> Sequence[str]:

@@ -366,6 +366,19 @@ def test_group_name_among_hooks_is_refused():
         select_hooks(None, ["minimal"], {"minimal": ["training_metrics"]}, "own")
 
 
+@pytest.mark.usefixtures("four_kinds")
+@pytest.mark.parametrize(
+    ("group", "problem"),
+    [
+        ("watcher", r"'watcher' is a hook, not a group of hooks; use hooks=\['watcher'\]\."),
+        ("watcher,meddler", r"'watcher,meddler' names hooks, not .*; use hooks=\['watcher', 'meddler'\]\."),
+    ],
+)
+def test_hooks_given_as_a_group_are_refused(group, problem):
+    with pytest.raises(UsageError, match=problem):
+        select_hooks(group, [], {"none": []}, "own")
+
+
 def test_unknown_group_lists_known_groups():
     """The error names the experiment and suggests the nearest group."""
     with pytest.raises(UsageError, match=r"'own' has no hook group .*Did you mean 'minimal'\? Known: minimal, none"):
