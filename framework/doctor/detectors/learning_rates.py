@@ -401,6 +401,8 @@ class ScheduleEndsEarly(Detector):
     thresholds = {
         "level": Threshold(0.005, "below 0.5 % of the peak a step has no effect; usual final values are 1 to 10 %"),
         "share": Threshold(0.35, "the share of the training that is spent there; cosine schedules spend 5 %"),
+        "small": Threshold(0.015, "of the peak, which usual schedules reach late"),
+        "long": Threshold(0.85, "the share of the training that is spent below that"),
         "nothing": Threshold(1e-4, "of the peak, from which no schedule returns; for trainings in progress"),
     }
     needs = ("training_metrics",)
@@ -422,21 +424,19 @@ class ScheduleEndsEarly(Detector):
         peak = float(np.nanmax(curve.values))
         if returns_after_burst(curve.values):
             return
-        # Only the stretch at the end counts: a schedule with restarts comes back from its minima.
-        is_high = curve.values >= self.limit("level") * peak
-        last_high = int(np.flatnonzero(is_high)[-1])
-        is_low = np.arange(len(is_high)) > last_high
-        step = curve.first_step_where(is_low)
-        total = max(history.planned_steps or 0, history.step)
-        if step is None or "Restarts" in str(history.settings.get("scheduler")):
-            return
-        if not (history.planned_steps or history.is_over or self._is_used_up(history, step, curve.last / peak)):
-            return
-        remaining = (total - step) / total
-        seen = (history.step - step) / total
-        if remaining < self.limit("share") or seen < 0.05:
-            return
         scheduler = str(history.settings.get("scheduler") or "the scheduler")
+        if "Restarts" in scheduler:
+            return
+        total = max(history.planned_steps or 0, history.step)
+        limits = [(self.limit("level"), self.limit("share"))]
+        if "Plateau" not in scheduler:
+            limits.append((self.limit("small"), self.limit("long")))
+        steps = [(self._used_up_at(history, curve, level * peak, share * total), level) for level, share in limits]
+        found = [(step, level) for step, level in steps if step is not None]
+        if not found:
+            return
+        step, level = found[0]
+        remaining = (total - step) / total
         if "Plateau" in scheduler:
             reason = f"{scheduler} has cut it again and again, though its metric may have improved."
             remedy = "Check its mode, 'min' for a loss and 'max' for an accuracy, its patience and the metric it gets."
@@ -446,12 +446,25 @@ class ScheduleEndsEarly(Detector):
         yield self.finding(
             "warning",
             step,
-            f"The learning rate has fallen below 0.5 % of its peak of {peak:.3g} at step {step:,}, with "
+            f"The learning rate has fallen below {100 * level:g} % of its peak of {peak:.3g} at step {step:,}, with "
             f"{remaining:.0%} of the {total:,} steps left: {reason}",
             remedy,
-            Evidence(LR, curve.last, self.limit("level") * peak, "1 to 10 % of the peak at the end"),
+            Evidence(LR, curve.last, level * peak, "1 to 10 % of the peak at the end"),
             confidence=0.9,
         )
+
+    def _used_up_at(self, history: History, curve: Curve, low: float, least: float) -> int | None:
+        """Return the step from which on the learning rate is below ``low``, if at least ``least`` steps follow it."""
+        # Only the stretch at the end counts: a schedule with restarts comes back from its minima.
+        last_high = int(np.flatnonzero(curve.values >= low)[-1])
+        step = curve.first_step_where(np.arange(len(curve)) > last_high)
+        if step is None:
+            return None
+        peak = float(np.nanmax(curve.values))
+        if not (history.planned_steps or history.is_over or self._is_used_up(history, step, curve.last / peak)):
+            return None
+        total = max(history.planned_steps or 0, history.step)
+        return step if total - step >= least and history.step - step >= 0.05 * total else None
 
     def _is_used_up(self, history: History, step: int, level: float) -> bool:
         """Return whether the learning rate of a run without a plan has been nearly 0 for half of the steps so far."""

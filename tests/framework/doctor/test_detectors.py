@@ -187,6 +187,25 @@ def test_burst_of_the_learning_rate_is_no_decay(before: float, expected: list[st
     assert [item.id for item in diagnose(history) if item.id == "schedule-ends-early"] == expected
 
 
+@pytest.mark.parametrize(
+    ("high", "scheduler", "expected"),
+    [
+        (20, "MultiStepLR", ["schedule-ends-early"]),
+        (200, "MultiStepLR", []),
+        (20, "ReduceLROnPlateau", []),
+        (20, "CosineAnnealingWarmRestarts", []),
+    ],
+)
+def test_hundredth_of_the_rate_comes_late(high: int, scheduler: str, expected: list[str]) -> None:
+    """Milestones in epochs, stepped per batch, are reached in the first steps; a plateau or restart may come early."""
+    history = healthy_history(400)
+    history.settings = {**history.settings, "scheduler": scheduler}
+    history.curves.pop("training_checks/lr")
+    history.add(400, {"training_metrics/lr": Series(list(range(1, 401)), [0.1] * high + [1e-3] * (400 - high))})
+    history.status = "completed"
+    assert [item.id for item in diagnose(history) if item.id == "schedule-ends-early"] == expected
+
+
 @pytest.mark.parametrize(("best", "is_suspicious"), [(2.0, False), (8.0, True)])
 def test_validation_far_above_the_start_is_suspicious(best: float, is_suspicious: bool) -> None:
     """Overfitting starts near the first training loss; data that are prepared differently start above it."""
