@@ -140,7 +140,7 @@ class HookCalls:
             if point not in STEP_POINTS:
                 self._dispatch.deliver(point, loop.epoch, loop.step)
                 isolation.check_rest()
-            elif self._dispatch.has_urgent and self._dispatch.deliver_urgent(loop.epoch):
+            elif self._dispatch.urgent.are_waiting and self._dispatch.deliver_urgent(loop.epoch):
                 isolation.check_rest()
             if self._task.ranks.shards or point not in STEP_POINTS:  # on shards, nearly every hook runs collectives
                 self._hooks.synchronise_failures()
@@ -153,7 +153,7 @@ class HookCalls:
         metrics = hook.compute(context)
         self._dispatch.add(hook, listener.point, self._state.loop.step, metrics)
         if metrics and listener.has_urgent_metrics:
-            self._dispatch.mark_urgent(hook.is_urgent(metrics))
+            self._dispatch.urgent.add(hook.is_urgent(metrics))
 
     def _intervene(self, listener: Listener, hook: InterventionHook, context: RunDataContext) -> None:
         point, step = listener.point, self._state.loop.step
@@ -165,7 +165,7 @@ class HookCalls:
             metrics = hook.intervene(context, model_context)
             self._dispatch.add(hook, point, step, metrics)
             if metrics and listener.has_urgent_metrics:
-                self._dispatch.mark_urgent(hook.is_urgent(metrics))
+                self._dispatch.urgent.add(hook.is_urgent(metrics))
             return True
 
         with model_context:
@@ -228,7 +228,10 @@ class HookCalls:
         previous, accumulated = loop.prev_step_grads, loop.accumulated_grads
         losses, grad_norms = (None, None) if series is None else series[:, : loop.series_steps].unbind()
         mean_loss = None if point is PRE_EPOCH else loop.epoch_loss
-        learning_rate = learning_rate_of(task.optimizer.param_groups[0])
+        group = task.optimizer.param_groups[0]
+        learning_rate = group.get("lr")
+        if type(learning_rate) is not float:
+            learning_rate = learning_rate_of(group)
         return RunDataContext(
             hook_point=point,
             epoch=loop.epoch,

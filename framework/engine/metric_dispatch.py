@@ -257,7 +257,8 @@ class MetricDispatch:
         self._newest: dict[str, Any] = {}
         self._alerts: list[Alert] = []
         """Alerts that have not been sent to the sinks."""
-        self._urgent = UrgentFlags()
+        self.urgent = UrgentFlags()
+        """The results of ``is_urgent`` of the hooks, which ask for the immediate delivery of step metrics."""
         self._follow_snapshots = any(type(sink).snapshot is not MetricSink.snapshot for sink in sinks)
 
     def include(self, sink: MetricSink) -> None:
@@ -331,24 +332,15 @@ class MetricDispatch:
             with self._isolation.visit():
                 self._flush_steps(epoch)
 
-    @property
-    def has_urgent(self) -> bool:
-        """Whether a hook may have asked for the immediate delivery of its metrics."""
-        return bool(self._urgent)
-
-    def mark_urgent(self, flag: bool | Tensor) -> None:
-        """Record the result of a hook's ``is_urgent``."""
-        self._urgent.add(flag)
-
     def deliver_urgent(self, epoch: int) -> bool:
         """Deliver the buffered step metrics, within a visit, if a hook has asked for it, and return whether one has."""
-        is_urgent = self._urgent.take()
+        is_urgent = self.urgent.take()
         if is_urgent:
             self._flush_steps(epoch)
         return is_urgent
 
     def _flush_steps(self, epoch: int) -> None:
-        self._urgent.clear()
+        self.urgent.clear()
         by_point: dict[HookPoint, dict[str, Series]] = {}
         last_step = 0
         arrived = self._pending_steps.to_host()

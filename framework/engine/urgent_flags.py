@@ -15,16 +15,16 @@ class UrgentFlags:
         self._is_urgent = False
         self._copies: list[tuple[Tensor, Event | None]] = []
         self._new_copies: list[tuple[Tensor, Event | None]] = []
-
-    def __bool__(self) -> bool:
-        return self._is_urgent or bool(self._copies) or bool(self._new_copies)
+        self.are_waiting = False
+        """Whether there is any flag to take."""
 
     def add(self, flag: bool | Tensor) -> None:
         """Add a flag of the current dispatch: a bool, or a tensor with one element."""
         if isinstance(flag, Tensor) and flag.device.type != "cpu":
             self._new_copies.append(_copied_to_host(flag))
+            self.are_waiting = True
         elif flag:
-            self._is_urgent = True
+            self._is_urgent = self.are_waiting = True
 
     def take(self) -> bool:
         """Return whether a flag on the host, or an accelerator's flag of an earlier dispatch, is set; clear these."""
@@ -34,11 +34,13 @@ class UrgentFlags:
                 event.synchronize()
             is_urgent = is_urgent or bool(copy)
         self._is_urgent, self._copies, self._new_copies = False, self._new_copies, []
+        self.are_waiting = bool(self._copies)
         return is_urgent
 
     def clear(self) -> None:
         """Forget all flags, after a delivery of all metrics."""
         self._is_urgent, self._copies, self._new_copies = False, [], []
+        self.are_waiting = False
 
 
 def _copied_to_host(flag: Tensor) -> tuple[Tensor, Event | None]:

@@ -42,14 +42,12 @@ class Call(NamedTuple):
         return f"{self.kind} {self.name!r} at {self.where} of step {self.step}"
 
 
-class AnyOf(NamedTuple):
+class AnyOf(list[Call]):
     """One of several calls, as the subject of a sentence that is composed only for an error."""
-
-    calls: list[Call]
 
     def __str__(self) -> str:
         """Return the subjects of all calls."""
-        return " or ".join(map(str, self.calls))
+        return " or ".join(map(str, self))
 
 
 class Isolation:
@@ -172,8 +170,10 @@ class Isolation:
 
     def check_rest(self) -> None:
         """Make the checks of the calls that share them; an error names all of these calls."""
-        self._check_shared_quickly()
-        self._extend_quick_checks()
+        if self._unchecked_calls:
+            self._check_shared_quickly()
+        if self._unfinished_calls:
+            self._extend_quick_checks()
         if self._calls_sharing_bytes:
             calls, self._calls_sharing_bytes = self._calls_sharing_bytes, []
             self._tripwire.check_bytes(AnyOf(calls))
