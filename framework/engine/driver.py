@@ -141,8 +141,7 @@ class Driver:
 
     def record_learning_rate(self) -> None:
         """Record the learning rate of the step, which a scheduler may change afterwards."""
-        group = self.task.optimizer.param_groups[0]
-        learning_rate = learning_rate_of(group)
+        learning_rate = learning_rate_of(self.task.optimizer.param_groups[0])
         # Cloned, since schedulers write to a tensor in place.
         self.loop.step_lr = learning_rate.clone() if isinstance(learning_rate, Tensor) else learning_rate
 

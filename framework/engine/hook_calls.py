@@ -228,10 +228,7 @@ class HookCalls:
         previous, accumulated = loop.prev_step_grads, loop.accumulated_grads
         losses, grad_norms = (None, None) if series is None else series[:, : loop.series_steps].unbind()
         mean_loss = None if point is PRE_EPOCH else loop.epoch_loss
-        group = task.optimizer.param_groups[0]
-        learning_rate = group.get("lr")
-        if type(learning_rate) is not float:
-            learning_rate = learning_rate_of(group)
+        learning_rate = learning_rate_of(task.optimizer.param_groups[0])
         return RunDataContext(
             hook_point=point,
             epoch=loop.epoch,

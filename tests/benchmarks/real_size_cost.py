@@ -209,7 +209,7 @@ def measure(
 
 
 def touch_memory() -> None:
-    """Use a gigabyte and free it: the host of a virtual machine may take a millisecond for each new megabyte."""
+    """Use a gigabyte and free it: the host of a virtual machine may take milliseconds for each new megabyte."""
     torch.ones(2**28)
 
 
@@ -228,8 +228,8 @@ def real_sizes(effort: Effort) -> Iterator[Row]:
             has_bars = (model, group) in BARS
             rounds = 0 if group in SLOW else effort.times(5 if has_bars else 3)
             found = measure(model, group, rounds, is_tiny=is_tiny)
-            others = [measure(model, group, 1, is_tiny=is_tiny) for _ in range(1, effort.times(5))] if has_bars else []
-            first, close = (Spread.of([getattr(run, part) for run in (found, *others)]) for part in ("first", "close"))
+            repeats = [measure(model, group, 1, is_tiny=is_tiny) for _ in range(1, effort.times(5))] if has_bars else []
+            first, close = (Spread.of([getattr(run, part) for run in (found, *repeats)]) for part in ("first", "close"))
             bars = BARS.get((model, group), Bars())
             step = f"bare step of {real.title}, {found.bare_step:.2f} s"
             record = f"a step at which all are due; {real.title}"

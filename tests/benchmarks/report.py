@@ -130,8 +130,8 @@ METHOD = """
   hooks are counted from 1,000 on after the fifth step: before, nearly every step would contain full checks of the
   state, which fall due in the calls 1, 2, 3, 4, 8, 16 and so on. The row *first step* contains such checks. The group
   `full` is measured in its first steps only, checks included, since its due steps take minutes. Time is CPU time of the
-  process; before the first step and the close, a gigabyte is used and freed, so that the time in which the host of a
-  virtual machine provides new memory is not counted. Memory is the peak resident memory of a fresh process of nine
+  process; before the first step and the close, a gigabyte is used and freed, so that most of the time in which the host
+  of a virtual machine provides new memory is not counted. Memory is the peak resident memory of a fresh process of nine
   steps, Python and torch included. Where there is a bar, first step and close are medians of five trainings, and memory
   is the median of five pairs of processes. On ranks, two processes share the cores of this machine; times are those of
   the first rank, memory is that of the larger one.

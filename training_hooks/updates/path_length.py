@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..measures import WeightMemory
 
 POINTS = ("start", "interval", "newest")
-RARE = 4
+RARELY_READ_FROM = 4
 """From this number of steps from point to point on, a copy of the newest point counts as rarely read."""
 FOLD = 512  # legs that are collected before their lengths are added up in one operation
 
@@ -70,7 +70,7 @@ class PathLength(TrainingHook):
     def __init__(self, *, every: int = 4) -> None:
         require(every >= 1, f"path_length.every is {every}; it must be at least 1.")
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
-        self._is_rarely_read = every >= RARE
+        self._is_rarely_read = every >= RARELY_READ_FROM
 
     def start(self, run: RunInfo) -> None:
         """Keep the parameters as the start of the path; a resumed run already has them."""
