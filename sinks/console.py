@@ -1,4 +1,4 @@
-"""Console sink: the newest metrics as one table at every SNAPSHOT."""
+"""Console sink: the newest metrics as a line or a table at every SNAPSHOT."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 @SinkRegistry.register
 class ConsoleSink(MetricSink):
-    """Show the newest metrics as a table at every SNAPSHOT and at the end of a strategy.
+    """Show the newest metrics at every SNAPSHOT and at the end of a strategy.
 
-    The table has metrics of all hook points, but none of single parameters (names with three or more parts). On a
-    terminal it is at most as high as the terminal, or thirty lines: first the metrics of ``first``, then equally many
+    On a terminal as a table of metrics of all hook points, but none of single parameters (names with three or more
+    parts). It is at most as high as the terminal, or thirty lines: first the metrics of ``first``, then equally many
     metrics of each hook, each with an arrow for its last three values; a series shows its mean since the last table. In
-    a notebook a table replaces the previous one. Other outputs get one line with the metrics of ``first``, series as
-    means, and the number of values and alerts since the last line.
+    a notebook a table replaces the previous one. Other outputs, and all without ``tables``, get one line with the
+    metrics of ``first``, series as means, and the number of alerts since the last line.
 
     Args:
         console: the output; by default standard output.
         first: full names of metrics by group; by default those of ``training_metrics``.
+        tables: show tables on a terminal and in a notebook.
         recorded: whether another sink keeps all metrics.
         shown: called after a line was printed.
     """
@@ -37,11 +38,12 @@ class ConsoleSink(MetricSink):
         *,
         console: "Console | None" = None,
         first: Groups | None = None,
+        tables: bool = True,
         recorded: bool = False,
         shown: Callable[[], None] | None = None,
     ) -> None:
         self._console = console or make_console()
-        self._recorded, self._shown = recorded, shown
+        self._tables, self._recorded, self._shown = tables, recorded, shown
         self._board = Board(first or {})
 
     def set_run_context(self, run: RunInfo) -> None:
@@ -81,9 +83,9 @@ class ConsoleSink(MetricSink):
         board, console = self._board, self._console
         if board.run is None or not board.news():
             return
-        if console.is_jupyter:
+        if self._tables and console.is_jupyter:
             self._output.update(newest_table(board, console.width, 0, recorded=self._recorded))
-        elif console.is_interactive:
+        elif self._tables and console.is_interactive:
             console.print(newest_table(board, console.width, console.height, recorded=self._recorded))
         else:
             console.out(snapshot_line(board, recorded=self._recorded), highlight=False)

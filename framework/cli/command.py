@@ -38,7 +38,7 @@ from .user_errors import user_errors
 from .verify import verify, verify_parser
 
 # The display of a run, by the flag that selects it.
-MODES: dict[str, Mode] = {"live": "live", "silent": "silent", "no_console_output": "none"}
+MODES: dict[str, Mode] = {"verbose": "verbose", "live": "live", "silent": "silent", "no_console_output": "none"}
 
 
 def run_command(words: Sequence[str], packages: str | Sequence[str]) -> int:
@@ -200,7 +200,7 @@ def _start(experiment: Experiment, options: Options) -> None:
 def _mode(options: Options) -> Mode:
     """Return the display that the flags select; raises :class:`UsageError` for more than one flag."""
     selected = [flag for flag in MODES if options[flag]]
-    remedy = "use at most one of --live, --silent and --no-console-output."
+    remedy = "use at most one of --verbose, --live, --silent and --no-console-output."
     require(len(selected) <= 1, f"{' and '.join(map(dashed, selected))} exclude each other: {remedy}")
     return MODES[selected[0]] if selected else "normal"
 

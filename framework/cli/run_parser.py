@@ -22,6 +22,7 @@ class CommandFlags(RunFlags):
 
     Args:
         device: the device to train on; by default the accelerator, if available.
+        verbose: show the hooks, a table of all newest metrics at every SNAPSHOT, and the tables of hooks.
         live: show progress, results and the newest metrics on the full screen.
         silent: show one progress bar, and the warnings at the end.
         no_console_output: print nothing.
@@ -30,6 +31,7 @@ class CommandFlags(RunFlags):
     """
 
     device: str | None = None
+    verbose: bool = False
     live: bool = False
     silent: bool = False
     no_console_output: bool = False
@@ -71,7 +73,7 @@ def _help_groups(experiment: Experiment) -> dict[str, list[str]]:
     sinks, checkpoints = [flag_name(sink) for sink in flag_sinks()], ["save_checkpoints", "checkpoint_every_steps"]
     groups = {
         COMMON: ["preset", "strategy", "seed", "hooks", "with_hooks", "hook_config", "reference"],
-        "Output and display": ["output_dir", "overwrite", *sinks, "live", "silent", "no_console_output"],
+        "Output and display": ["output_dir", "overwrite", *sinks, "verbose", "live", "silent", "no_console_output"],
         "Checkpoints": [*checkpoints, "keep_checkpoints", "digest_every", "resume", "exact"],
         "Devices and processes": ["device", "jobs", "parallel"],
     }

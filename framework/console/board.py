@@ -19,11 +19,12 @@ LONGEST_VALUE = 20
 LARGEST = 1e300  # integers may be larger than any float
 MEAN = "ø "
 Groups = Mapping[str, Sequence[str]]
-Label = Literal["note", "warning", "alert", "critical alert"]
+Label = Literal["note", "warning", "alert", "critical", "critical alert"]
 LABEL_STYLES: Mapping[Label, str] = {
+    "critical": "bold red",
+    "critical alert": "bold red",
     "warning": "bold yellow",
     "alert": "bold yellow",
-    "critical alert": "bold red",
     "note": "bold cyan",
 }
 

@@ -136,7 +136,7 @@ def _grid(title: str, groups: Sequence[Metrics], width: int, height: int, **opti
 
 
 def _notices(board: Board, console: Console, height: int) -> list[RenderableType]:
-    """Show the last warnings and notes, and the number of printed lines, at the bottom of the screen."""
+    """Show critical notices, then the last other ones, and the number of printed lines, at the bottom of the screen."""
     labels = Counter(notice.label for notice in board.notices)
     parts = [counted(labels[label], label) for label in LABEL_STYLES if labels[label]]
     if board.printed_lines:
@@ -145,12 +145,13 @@ def _notices(board: Board, console: Console, height: int) -> list[RenderableType
     if not parts or most < 1:
         return []
     lines: list[Text] = []
-    for notice in reversed(board.notices):
+    for notice in sorted(reversed(board.notices), key=lambda notice: not notice.label.startswith("critical")):
         wrapped = notice_lines(notice, console)
         if len(lines) + len(wrapped) > most:
             break
-        lines = [*wrapped, *lines]
-    return [_rule(", ".join(parts), LABEL_STYLES["warning"] if labels["warning"] else "bold"), *lines]
+        lines += wrapped
+    worst = next((label for label in LABEL_STYLES if labels[label]), "note")
+    return [_rule(", ".join(parts), LABEL_STYLES[worst]), *lines]
 
 
 def notice_lines(notice: Notice, console: Console) -> list[Text]:
@@ -188,16 +189,16 @@ def newest_table(board: Board, width: int, height: int, *, recorded: bool) -> Gr
 
 
 def snapshot_line(board: Board, *, recorded: bool) -> str:
-    """Return one line with the live metrics, or the first others, and the number of values and alerts."""
+    """Return one line with the live metrics, or the first others, and the number of alerts."""
     unit, strategy = (board.run.loop, printable(board.run.strategy)) if board.run else ("", "")
     ages = {name: counted(age, unit) + " old" for name, track in board.tracks.items() if (age := board.age(track))}
     cells = {name: Cell(name, track.describe(ages.get(name, ""))) for name, track in board.tracks.items()}
     live, others = board.groups(cells)
     shown = [f"{cell.name} {cell.text}" for group in live for cell in group.cells]
     shown = shown or [f"{group.heading}/{cell.name} {cell.text}" for group in others for cell in group.cells][:FIRST]
-    kept = f"{counted(board.count, 'value')} {'recorded' if recorded else NOT_RECORDED}"
-    parts = [", ".join(shown), kept, *_alerts(board)]
-    return f"{strategy}, epoch {board.epoch}, step {board.step:,}: " + "; ".join(filter(None, parts))
+    lost = "" if recorded else f"{counted(board.count, 'value')} {NOT_RECORDED}"
+    place = f"epoch {board.epoch}, step {board.step:,}" if unit == "epoch" else f"step {board.step:,}"
+    return f"{strategy}, {place}: " + "; ".join(filter(None, [", ".join(shown), lost, *_alerts(board)]))
 
 
 def _alerts(board: Board) -> list[str]:

@@ -176,7 +176,7 @@ def _side_by_side(blocks: Blocks) -> list[Line]:
     columns = [list(_block_lines(block, widths, gap * (index > 0))) for index, (block, widths) in enumerate(blocks)]
     lines: list[Line] = []
     for row in zip_longest(*columns):
-        empty = [[(" " * (sum(widths) + BLOCK_GAP), "")] for _, widths in blocks]
+        empty = [[(" " * (sum(widths) + BLOCK_GAP * (index > 0)), "")] for index, (_, widths) in enumerate(blocks)]
         lines.append([piece for cell, nothing in zip(row, empty, strict=True) for piece in cell or nothing])
         while lines[-1] and not lines[-1][-1][0].strip():
             lines[-1].pop()

@@ -34,7 +34,7 @@ from .terminal import make_console, show_warnings, supports_full_screen
 from .text import cleaned
 
 MOST_SHOWN = 10  # alerts of one kind shown per strategy; SNAPSHOT lines count all, and a file has all
-Mode = Literal["normal", "live", "silent", "none"]
+Mode = Literal["normal", "verbose", "live", "silent", "none"]
 Kind = tuple[str, Severity, bool]  # hook/metric, the severity, and whether it is a recovery
 
 
@@ -44,8 +44,9 @@ class RunConsole(Display):
     A failure in it disables the display and never ends the run.
 
     Args:
-        mode: ``normal`` prints lines, ``live`` uses the full screen, ``silent`` shows the progress bar and prints
-            warnings at the end, ``none`` prints nothing. Without a terminal ``live`` is ``normal``.
+        mode: ``normal`` prints lines, ``verbose`` also hooks, files and tables of metrics, ``live`` uses the full
+            screen, ``silent`` shows the progress bar and prints warnings at the end, ``none`` prints nothing. Without a
+            terminal ``live`` is ``normal``.
         live_metrics: full names of the metrics to show first, by group.
         progress_metrics: full names of the metrics on the progress line, by label.
         compared_to: by final metric, the strategy from which the comparison shows the distance.
@@ -109,9 +110,10 @@ class RunConsole(Display):
         sinks: list[MetricSink] = [self._watch, *([self._numbers] if self._numbers.metrics else [])]
         if self._live is not None:
             sinks.append(self._live)
-        elif self._mode == "normal":
+        elif self._prints_lines:
             table_sink: type[Any] = SinkRegistry.get("console")
             options = {"first": self._live_metrics, "recorded": self._recorded, "shown": self._snapshot_shown}
+            options["tables"] = self._mode == "verbose"
             sinks.append(table_sink(console=self.console, **options))
         return sinks
 
@@ -121,13 +123,14 @@ class RunConsole(Display):
         name = cleaned(RunFolder(run.output_dir, run.strategy).name)
         is_repeated = bool(names) and names == self._hooks
         hook_names = f"the {len(names)} of the previous strategy" if is_repeated else ", ".join(names) or "none"
+        shown_hooks = hook_names if self._mode == "verbose" else ""
         self._hooks = names
-        self._print(tables.strategy_header(run, task, hook_names, self._numbers.metrics, self.console.width))
+        self._print(tables.strategy_header(run, task, shown_hooks, self._numbers.metrics, self.console.width))
         if self._mode == "none":
             return NoProgress()
         self._stop_progress()
         view: View
-        is_normal = self._mode == "normal"
+        is_normal = self._prints_lines
         if self._live is not None:
             self._live.open()
             view = self._live
@@ -152,11 +155,9 @@ class RunConsole(Display):
         width = self.console.width if self.console.is_terminal else None
         if findings := tables.findings_text(summary, width):
             self._print(findings)
-        if self.console.is_terminal:
+        if self._mode == "verbose":
             for hook, rows in shown["hook_tables"].items():
                 self._print(tables.hook_table(shown["strategy"], hook, rows, self.console.width))
-        elif shown["hook_tables"]:
-            self._print(tables.tables_line(shown))
         if summary["sample"]:
             self._print(tables.sample_text(shown["strategy"], summary["sample"]))
 
@@ -167,12 +168,16 @@ class RunConsole(Display):
         if len(summaries) > 1:
             rows = tables.comparison_rows(cleaned(summaries), self._compared_to)
             self._print(tables.comparison_table(rows, self.console.width))
-        self._print(tables.results_text(summaries, self._watch.plotted))
+        self._print(tables.results_text(summaries, self._watch.plotted, with_files=self._mode == "verbose"))
+
+    @property
+    def _prints_lines(self) -> bool:
+        return self._mode in ("normal", "verbose")
 
     def _print(self, shown: RenderableType) -> None:
         if self._live is not None and self._live.is_on:
             self._live.transcript.append(shown)
-        elif self._mode in ("normal", "live"):
+        elif self._prints_lines or self._mode == "live":
             self._print_now(shown)
 
     def _print_now(self, shown: RenderableType) -> None:

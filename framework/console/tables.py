@@ -21,7 +21,7 @@ from rich.text import Text
 from ..doctor import Diagnosis, brief_lines
 from ..errors import counted, short_path
 from ..hooks import ALERTS, ALWAYS, ENDLESS, MetricInfo, RunInfo, SinkRegistry, TrainingHook, hook_kind, hook_options
-from ..runs import ATTACHED, SUMMARY, TRAINED, ExperimentRunner, RunFolder, allowed_words, read_alerts
+from ..runs import ATTACHED, TRAINED, ExperimentRunner, RunFolder, allowed_words, read_alerts
 from ..training import TrainingTask
 from .board import LABEL_STYLES
 from .text import duration_text, number_text, printable
@@ -38,7 +38,10 @@ def first_line(item: type[Any]) -> str:
 def strategy_header(
     run: RunInfo, task: TrainingTask, hooks: str, shown: Mapping[str, Sequence[str]], width: int = 80
 ) -> Text:
-    """Return the header of a strategy: model, data, hooks, treatments, folder, and the progress metrics ``shown``."""
+    """Return the header of a strategy: model, data, hooks, treatments, folder, and the progress metrics ``shown``.
+
+    A part without a text, such as ``hooks``, is omitted.
+    """
     parameters = sum(parameter.numel() for parameter in task.model.parameters())
     treatments = ", ".join(f"{name} ({', '.join(parts)})" for name, parts in run.treatments.items())
     unit = "step" if run.experiment == ATTACHED else "batch"
@@ -113,13 +116,6 @@ def hook_table(strategy: str, hook: str, rows: Mapping[str, Mapping[str, float]]
     """Return the table of a hook about a strategy."""
     texts = [{hook: name, **{key: number_text(value) for key, value in row.items()}} for name, row in rows.items()]
     return Group(Text(f"{strategy}: {hook}", "bold"), comparison_table(texts, width))
-
-
-def tables_line(summary: Mapping[str, Any]) -> Text:
-    """Return a line with the location of the tables of hooks, for output that is not a terminal."""
-    tables = [f"{hook} ({counted(len(rows), 'row')})" for hook, rows in summary["hook_tables"].items()]
-    where = f"hook_tables in {short_path(Path(summary['output_dir']) / SUMMARY)}"
-    return Text(f"{summary['strategy']}: {counted(len(tables), 'table')} of hooks: {', '.join(tables)}: {where}")
 
 
 def comparison_rows(
@@ -256,9 +252,9 @@ def table_in_width(rows: Sequence[Mapping[str, str]], width: int) -> Table:
 
 
 def findings_text(summary: Mapping[str, Any], width: int | None) -> Text | None:
-    """Return the most important findings of a run in two lines each; ``None`` if it has none above ``info``."""
+    """Return the most important findings of a run, wrapped; ``None`` if it has none above ``info``."""
     lines = brief_lines(Diagnosis.of(summary.get("findings", ())), width)
-    styles = {"critical": LABEL_STYLES["critical alert"], "warning": LABEL_STYLES["warning"]}
+    styles = {label: LABEL_STYLES[label] for label in ("critical", "warning")}
     shown = []
     for line in lines:
         label, colon, rest = printable(line).partition(":")
@@ -266,8 +262,11 @@ def findings_text(summary: Mapping[str, Any], width: int | None) -> Text | None:
     return Text("\n", no_wrap=True).join(shown) if shown else None
 
 
-def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
-    """Return the locations of record, alerts and weights, and the next commands; ``plotted`` names a metric."""
+def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str, *, with_files: bool = False) -> Text:
+    """Return the folder and the next command; ``with_files`` also lists files, and all next commands.
+
+    ``plotted`` names a metric for the command that plots.
+    """
     folders = [RunFolder(Path(summary["output_dir"]), summary["strategy"]) for summary in summaries]
     first, many = folders[0], len(folders) > 1
     above = first.path.parent if first.name == first.strategy else first.path.parent.parent
@@ -287,10 +286,14 @@ def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
         if many
         else f"Results: {short_path(first.path)}"
     ]
-    texts = {"record": ", ".join(files["record"]), "alerts": f"{ALERTS}: {', '.join(alerts)}" if alerts else ""}
-    lines += [f"  {kind:9}{text}" for kind, text in {**texts, "weights": ", ".join(files["weights"])}.items() if text]
     ill = [folder for folder, summary in zip(folders, summaries, strict=True) if has_problem(summary)]
     next_commands = [("doctor", folder) for folder in ill[:1]] + [("show", first)]
+    texts = {"record": ", ".join(files["record"]), "alerts": f"{ALERTS}: {', '.join(alerts)}" if alerts else ""}
+    texts["weights"] = ", ".join(files["weights"])
+    if with_files:
+        lines += [f"  {kind:9}{text}" for kind, text in texts.items() if text]
+    else:
+        next_commands, plotted = next_commands[:1], ""
     for index, (command, folder) in enumerate(next_commands):
         lines.append(f"{'      ' if index else 'Next: '}loopscope {command} {shlex.quote(short_path(folder.path))}")
     if plotted and files["record"] and find_spec("matplotlib"):

@@ -15,7 +15,7 @@ from typing import IO, Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from ..doctor import FindingNotice
+from ..doctor import CRITICAL, FindingNotice
 from ..errors import RunNotice
 from ..hooks import Alert, AlertNotice
 from .board import Label
@@ -128,9 +128,13 @@ def show_warnings(
         if not issubclass(category, kind):
             previous(message, category, *where, **rest)
             return
+        text = " ".join(str(message).split())
+        if issubclass(category, FindingNotice) and text.startswith(CRITICAL):
+            show("critical", text.removeprefix(CRITICAL))
+            return
         # A notice is information, except for a finding of the diagnosis; any other warning is a problem.
         is_note = issubclass(category, RunNotice) and not issubclass(category, FindingNotice)
-        show("note" if is_note else "warning", " ".join(str(message).split()))
+        show("note" if is_note else "warning", text)
 
     warnings.showwarning = shown
     try:

@@ -9,11 +9,12 @@ from .effects import LARGEST_RISE, Effect, effect_of
 from .findings import SCHEMA, Diagnosis, Evidence, Finding
 from .history import Curve, History
 from .hypotheses import HYPOTHESES, Hypothesis
-from .live import FindingNotice, LiveDiagnosis, diagnosis_with
+from .live import CRITICAL, FindingNotice, LiveDiagnosis, diagnosis_with
 from .start_up_facts import start_facts
 from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests, trial_plans
 
 __all__ = [
+    "CRITICAL",
     "HOOK",
     "HYPOTHESES",
     "LARGEST_RISE",

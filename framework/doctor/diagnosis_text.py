@@ -48,11 +48,11 @@ def finding_lines(finding: "Finding", width: int = 100) -> Iterator[str]:
 
 
 def brief_lines(diagnosis: "Diagnosis", width: int | None = None, most: int = MOST_BRIEF) -> list[str]:
-    """Return two lines for each of the most important findings above ``info``: what is wrong, and what to do next.
+    """Return the most important findings above ``info``: of each what is wrong, and what to do next.
 
     Args:
         diagnosis: the findings.
-        width: the largest length of a line, or ``None`` without a limit.
+        width: the columns in which longer lines are wrapped, or ``None`` for one line each.
         most: the largest number of findings; the number of the others is stated.
     """
     findings = diagnosis.at_least("warning")
@@ -62,11 +62,12 @@ def brief_lines(diagnosis: "Diagnosis", width: int | None = None, most: int = MO
         lines += [f"{finding.severity}: {finding.id}, {when}: {finding.why}", f"{INDENT}next: {finding.next}"]
     if left := len(findings) - len(findings[:most]):
         lines.append(f"{INDENT}{left} more with loopscope doctor.")
-    return [line if width is None else _cut(line, width) for line in lines]
+    return lines if width is None else [part for line in lines for part in wrapped(line, width)]
 
 
-def _cut(line: str, width: int) -> str:
-    return line if len(line) <= width else f"{line[: max(width - 3, 0)].rstrip()}..."
+def wrapped(line: str, width: int) -> list[str]:
+    """Wrap a line between words, with further lines indented."""
+    return textwrap.wrap(line, max(width, 2 * len(INDENT)), subsequent_indent=INDENT, break_on_hyphens=False)
 
 
 def evidence_text(evidence: "Sequence[Evidence]") -> str:

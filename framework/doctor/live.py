@@ -16,6 +16,10 @@ GROWTH = 1.25
 """Factor between the steps of later diagnoses, so that their number grows with the logarithm of the steps."""
 
 
+CRITICAL = "critical "
+"""The begin of the notice of a critical finding."""
+
+
 class FindingNotice(RunNotice):
     """A new finding of severity warning or critical; displays show it as a warning."""
 
@@ -79,7 +83,7 @@ class LiveDiagnosis(MetricSink):
 
 def report(finding: Finding) -> None:
     """Issue a finding as a Python warning, which displays show as a line."""
-    label = "critical " if finding.severity == "critical" else ""  # displays add "warning: "
+    label = CRITICAL if finding.severity == "critical" else ""
     sentence = f"{label}{finding.id}, step {finding.step:,}: {finding.why} Next: {finding.next}"
     code = report.__code__
     warn_at(FindingNotice(sentence), code.co_filename, code.co_firstlineno)

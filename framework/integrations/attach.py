@@ -120,7 +120,8 @@ def attach(
         profile_hooks: write the time and memory of every hook to ``summary.json``.
         guardian_device: the device of the copies that undo interventions; by default that of the originals.
         hook_offload_state: keep the state of hooks on the CPU between their calls.
-        display: ``normal`` shows the output of the command, ``silent`` a progress bar and warnings, ``none`` nothing.
+        display: ``normal`` shows loss, learning rate, evaluations and findings, ``verbose`` also tables of all newest
+            metrics, ``silent`` a progress bar and warnings, ``none`` nothing.
         reference: a file of weights, saved as a state dict, for hooks that measure against a reference solution.
         config: a description of the training for the record, as plain values.
         isolate_evaluation: undo the side effects of evaluations (random numbers, modes, buffers, swapped weights), so

@@ -43,7 +43,7 @@ from .given_data import EndlessLoader, GivenData, as_loader, check_given, length
 
 Loss = Callable[[nn.Module, Batch], Tensor]
 HookChoice = str | type[TrainingHook] | TrainingHook
-DisplayMode = Literal["normal", "silent", "none"]
+DisplayMode = Literal["normal", "verbose", "silent", "none"]
 NO_BATCH = object()
 MISSING_PARTS = {
     "needs_experiment_loop": "train in an experiment of loopscope",

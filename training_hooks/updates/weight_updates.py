@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import UnsuitableError, UsageError, counted, require
+from loopscope.errors import UnsuitableError, UsageError, require
 from loopscope.hooks import Alert, Metrics, RunInfo, Severity
 from loopscope.state import number_or
 from loopscope.tensors import trainable
 
-from ..measures import Alerts, notice
+from ..measures import Alerts
 from .update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor, step_rate
 from .update_severity import TINY_SHARE, UpdateSeverity
 
@@ -50,7 +50,7 @@ class WeightUpdates(TrainingHook):
     clipping. The update is the difference of the weights before and after the optimizer's step, so it includes
     momentum, weight decay and clipping; a step that the loss scaler skips has no update. Learning rates are those of
     the step itself. The hook checks a fixed sample of elements of each parameter (norms are scaled by √(n/k) for k
-    sampled of n elements), or all elements with ``exact``; a notice at the start reports which. When a condition
+    sampled of n elements), or all elements with ``exact``. When a condition
     appears or spreads to more parameters, an alert reports the step, the number of parameters and the worst of them.
     When the condition ends, a notice reports that.
 
@@ -61,8 +61,7 @@ class WeightUpdates(TrainingHook):
     a gradient, and its learning rate is not 0. Rounded away: at two checks in a row rounding removes more than half of
     the model's update, at a learning rate of at least a tenth of the highest. A bias counts as healthy
     if its gradient vanishes and is at most 1e-4 times that of its weight, which does not vanish. This is usual before a
-    normalisation layer, which removes the effect of the bias. The metrics still count it, and the notice at the end
-    reports it.
+    normalisation layer, which removes the effect of the bias. The metrics still count it.
 
     Assumes that a sample represents its parameter: events in a few elements of a large parameter show in exact mode
     only. If a gradient vanishes in the sample (for example in an embedding, if no sampled row had a token), the hook
@@ -88,7 +87,6 @@ class WeightUpdates(TrainingHook):
     _conditions = Remembered(partial(Alerts, CONDITIONS, ids=IDS))
     _severity = Remembered(UpdateSeverity)
     _kept_at = Remembered(int)
-    _checks = Remembered(int)
     _biases_without_effect = Remembered(set[str], saved=False)
     """Biases at the last check whose gradient vanished, while the weight of their module had one."""
     metrics = f"""
@@ -155,38 +153,13 @@ class WeightUpdates(TrainingHook):
         return WeightUpdateMonitor(**{option.name: vars(self)[option.name] for option in fields(WeightUpdateMonitor)})
 
     def start(self, run: RunInfo) -> None:
-        """Report which elements are checked at which steps.
+        """Refuse a model without trainable parameters.
 
         Raises:
-            UnsuitableError: if the model has no trainable parameters.
+            UnsuitableError: if the model has none.
         """
-        trained = trainable(run.model)
-        if not trained:
+        if not trainable(run.model):
             raise UnsuitableError("Hook 'weight_updates' needs trainable parameters, but the model has none.")
-        elements = sum(parameter.numel() for parameter in trained.values())
-        sample = counted(self.monitor.sample_size, "element")
-        mode = "exactly" if self.monitor.exact else f"by samples of up to {sample} each"
-        steps = "at every step" if self.interval == 1 else f"at step 1, then every {self.interval:,} steps"
-        notice(
-            f"weight_updates checks the {counted(len(trained), 'parameter')} ({counted(elements, 'element')}) of "
-            f"{run.strategy!r} {mode}, {steps}."
-        )
-
-    def end(self, status: str) -> None:
-        """Report the result of the last check; nothing if a run ends early without any check."""
-        if not self._checks and status != "completed":
-            return
-        faults = ", ".join(
-            f"{count:,} {condition.replace('_', ' ')}" for condition, count in self._conditions.counts.items() if count
-        )
-        result = (
-            f"last check: {faults or 'all parameters healthy'}" if self._checks else "no step to check had gradients"
-        )
-        if biases := len(self._biases_without_effect):
-            verb = "bias has" if biases == 1 else "biases have"
-            result += f" ({biases:,} {verb} no gradient, as before a normalisation, which removes the effect)"
-        checked = counted(self._checks, "step")
-        notice(f"weight_updates checked {checked}; {result}.")
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Check the gradients at POST_BACKWARD, the weights at POST_STEP of the same step."""
@@ -211,7 +184,6 @@ class WeightUpdates(TrainingHook):
 
     def _gradient_metrics(self, gradients: Mapping[str, GradientDiagnostics], ctx: RunDataContext) -> Metrics:
         """Return the metrics and record conditions; infinite gradients are no condition under a loss scaler."""
-        self._checks += 1
         is_scaled = ctx.loss_scale is not None
         exploding = {name: item for name, item in gradients.items() if item.is_exploding and item.is_finite}
         nonfinite = {name: item for name, item in gradients.items() if not (item.is_finite or is_scaled)}

@@ -1,10 +1,13 @@
+import io
 import math
 
 import pytest
 from loopscope.console import Board
-from loopscope.console.board import Track, arrow_of
+from loopscope.console.board import Notice, Track, arrow_of
+from loopscope.console.frame import frame
 from loopscope.console.grid import Cell
 from loopscope.hooks import Series
+from rich.console import Console
 
 from tests.sinks.emits import run_info
 
@@ -77,3 +80,13 @@ def test_parameter_metrics_are_hidden():
     assert list(board.tracks) == ["norms/total"]
     board.start(run_info(None, "other"))
     assert (board.tracks, board.step) == ({}, 0)
+
+
+def test_later_warnings_keep_critical_finding_visible():
+    board = board_of({})
+    board.notices += [Notice("critical", "no-mask"), *(Notice("warning", f"later {n}") for n in range(9))]
+    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
+    console.print(frame(board, None, console))
+    assert "critical: " in console.file.getvalue()
+    assert "no-mask" in console.file.getvalue()
+    assert "later 8" in console.file.getvalue()

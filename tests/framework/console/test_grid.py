@@ -88,3 +88,11 @@ def test_nothing_is_laid_out_where_there_is_nothing():
     assert fitted([], 80, 24) == ([], 0)
     assert fitted(hooks([2]), 80, 0) == ([], 0)
     assert fitted(hooks([2]), 7, 10) == ([], 0)
+
+
+def test_rows_below_a_short_block_stay_aligned():
+    """Where the left block has ended, the right one keeps its columns."""
+    lines, shown = fitted([Group("a", [Cell("x", "1")]), Group("b", [Cell(f"m{n}", "1") for n in range(7)])], 60, 9)
+    positions = {line.index(" 1") for line in text_of(lines)[2:] if " 1" in line}
+    assert shown == 8
+    assert len(positions) == 1

@@ -92,7 +92,7 @@ def test_session_without_terminal_prints_plain_lines():
     for part in (
         "exp only: ",
         "warning: Hook 'x' failed. The run continues.\n",
-        "only, epoch 0, step 1: h/metric 0.5; 1 value not recorded",
+        "only, step 1: h/metric 0.5; 1 value not recorded",
     ):
         assert part in text
     assert "only: 20%" not in text  # the SNAPSHOT has a line instead
@@ -167,12 +167,13 @@ def test_a_single_strategy_is_not_compared(tmp_path, monkeypatch):
     )
 
 
-def test_header_shows_size_length_hooks_and_folder():
+@pytest.mark.parametrize(("mode", "hooks"), [("normal", ""), ("verbose", "  hooks: none\n")])
+def test_header_shows_size_length_and_folder(mode, hooks):
     console = captured(terminal=False)
     task = TrainingTask(nn.Linear(9, 1), None, range(7), None, length=1000)
-    RunConsole(console=console).strategy_started(run_info(Path("out/x"), loop="step"), task, [])
+    RunConsole(mode, console=console).strategy_started(run_info(Path("out/x"), loop="step"), task, [])
     assert console.file.getvalue() == (
-        "exp only: Linear of 10 parameters, 7 batches per epoch, at most 1,000 steps\n  hooks: none\n  output: out/x\n"
+        f"exp only: Linear of 10 parameters, 7 batches per epoch, at most 1,000 steps\n{hooks}  output: out/x\n"
     )
 
 
@@ -311,8 +312,9 @@ def test_paired_progress_metrics_are_explained_at_start():
     assert "loss" not in console.file.getvalue()
 
 
-def test_end_lists_output_files_and_next_commands(tmp_path):
-    """Record, alerts, weights, and quoted show and plot commands come last."""
+@pytest.mark.parametrize("mode", ["normal", "verbose"])
+def test_end_lists_output_files_and_next_commands(tmp_path, mode):
+    """Folder and next command come last; of the verbose display also record, alerts, weights and a plot command."""
     summaries = [
         {**summary, "output_dir": str(tmp_path / "an exp" / summary["strategy"])} for summary in (SUMMARY, OTHER)
     ]
@@ -326,12 +328,16 @@ def test_end_lists_output_files_and_next_commands(tmp_path):
             "".join(f"{json.dumps(a.record() | {'step': 1})}\n" for a in alerts[index:])
         )
     console = captured(terminal=False)
-    shown = RunConsole(console=console)
+    shown = RunConsole(mode, console=console)
     for sink in shown.sinks():
         sink.set_run_context(run_info(Path("out")))
         sink.emit({"training_metrics/loss": 1.0}, 0, HookPoint.POST_EPOCH, step=1)
     shown.ended(summaries)
-    assert console.file.getvalue().splitlines()[-6:] == [
+    lines = console.file.getvalue().splitlines()
+    if mode == "normal":
+        assert lines[-2:] == ["Results: an exp/ with stride, fixed-random", "Next: loopscope show 'an exp/stride'"]
+        return
+    assert lines[-6:] == [
         "Results: an exp/ with stride, fixed-random",
         "  record   STRATEGY.jsonl",
         "  alerts   alerts.jsonl: 1 of stride (and 1 remark), 0 of fixed-random (and 1 remark)",
@@ -341,18 +347,13 @@ def test_end_lists_output_files_and_next_commands(tmp_path):
     ]
 
 
-def test_hook_tables_are_referenced_in_pipes():
-    """A terminal shows the tables with their strategy; a pipe has one line with their location in summary.json."""
+@pytest.mark.parametrize(("mode", "titles"), [("normal", []), ("verbose", ["stride: overflow", "stride: other"])])
+def test_hook_tables_need_verbose_display(mode, titles):
     summary = {**SUMMARY, "hook_tables": {"overflow": {"a": {"n": 1}, "b": {"n": 2}}, "other": {"c": {"n": 1}}}}
-    for terminal in (False, True):
-        console = captured(terminal=terminal)
-        RunConsole(console=console).strategy_ended(summary)
-        lines = plain(console.file.getvalue()).splitlines()
-        if terminal:
-            assert [line for line in lines if line.startswith("stride: o")] == ["stride: overflow", "stride: other"]
-        else:
-            where = "hook_tables in output/mod_arithmetic/stride/summary.json"
-            assert lines[1:] == [f"stride: 2 tables of hooks: overflow (2 rows), other (1 row): {where}"]
+    console = captured(terminal=True)
+    RunConsole(mode, console=console).strategy_ended(summary)
+    lines = plain(console.file.getvalue()).splitlines()
+    assert [line for line in lines if line.startswith("stride: o")] == titles
 
 
 PROBLEM = {"id": "loss-rising", "severity": "critical", "step": 40, "evidence": [], "why": "The loss rises.",
@@ -361,7 +362,7 @@ PROBLEM = {"id": "loss-rising", "severity": "critical", "step": 40, "evidence": 
 
 @pytest.mark.parametrize("width", [40, 120])
 def test_findings_follow_the_result(width):
-    """At most three are shown, in two lines each that fit the terminal, and the doctor is the next command."""
+    """At most three are shown, wrapped in the terminal without a cut, and the doctor is the next command."""
     findings = [{**PROBLEM, "id": f"loss-rising-{number}"} for number in range(5)] + [{**PROBLEM, "severity": "info"}]
     console = captured(terminal=True, width=width)
     shown = RunConsole(console=console)
@@ -369,9 +370,10 @@ def test_findings_follow_the_result(width):
     shown.ended([{**SUMMARY, "findings": findings}])
     lines = [line.rstrip() for line in plain(console.file.getvalue()).splitlines()]
     begin = next(index for index, line in enumerate(lines) if line.startswith("critical: loss-rising-0, from"))
-    assert lines[begin + 1].startswith("    next: Halve the")
-    assert lines[begin + 6] == "    2 more with loopscope doctor."
-    assert all(len(line) <= width for line in lines[begin : begin + 7])
+    end = lines.index("    2 more with loopscope doctor.")
+    found = " ".join(" ".join(lines[begin:end]).split())
+    assert found.count("The loss rises. next: Halve the learning rate.") == 3
+    assert all(len(line) <= width for line in lines[begin:end])
     assert "Next: loopscope doctor output/mod_arithmetic/stride" in lines
 
 

@@ -114,7 +114,7 @@ def test_finding_is_reported_at_its_step(tmp_path: Path, capsys: pytest.CaptureF
         warnings.simplefilter("always")
         train(tmp_path / "run", torch.optim.Adam(model.parameters(), lr=3.0), model, steps=1, display="normal")
     printed = capsys.readouterr().out
-    assert "warning: critical learning-rate-too-high, step 1: " in printed
+    assert "critical: learning-rate-too-high, step 1: " in printed
 
 
 def test_diagnosis_leaves_the_training_unchanged(tmp_path: Path) -> None:

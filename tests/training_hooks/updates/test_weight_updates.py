@@ -1,7 +1,6 @@
 """The hook weight_updates in real runs: its metrics, its warnings and its transfers to the host."""
 
 import math
-import re
 import warnings
 from dataclasses import replace
 from unittest.mock import patch
@@ -134,11 +133,11 @@ def sick(**factors: float) -> WeightUpdates:
 
 
 def collect_warnings(hook, **options) -> list[str]:
-    """Return a hook's warnings in a run of six steps, without the first and the last notice."""
+    """Return a hook's warnings in a run of six steps, in their order."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(Case("transformer", **options), [hook], steps=6, audit=False, every_step=False)
-    return [f"{warning.category.__name__}: {warning.message}" for warning in caught][1:-1]
+    return [f"{warning.category.__name__}: {warning.message}" for warning in caught]
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
@@ -179,22 +178,6 @@ def test_resumed_hook_does_not_repeat_a_warning():
     assert str(alert).startswith("Step 2: 1 of 17")
 
 
-def test_first_and_last_notice_summarize_checks():
-    """The notices state parameters, samples, interval and the result of the last check."""
-    with pytest.warns(RunNotice) as caught:
-        run([WeightUpdates(interval=4)])
-    first, last = (str(warning.message) for warning in (caught[0], caught[-1]))
-    assert first == (
-        "weight_updates checks the 17 parameters (735 elements) of 'only' by samples of up to 1,024 elements "
-        "each, at step 1, then every 4 steps."
-    )
-    assert last == "weight_updates checked 2 steps; last check: all parameters healthy."
-    with pytest.warns(RunNotice, match=r"exactly, at every step\."):
-        run([WeightUpdates(interval=1, exact=True)])
-    with pytest.warns(RunNotice, match=r"checked 2 steps; last check: 17 vanishing\."):
-        run([WeightUpdates(interval=4, vanishing_grad_threshold=99.0)])
-
-
 @pytest.mark.parametrize("normalised", [True, False])
 def test_biases_before_normalisation_are_healthy(normalised):
     """The gradient of a convolution's bias before BatchNorm is rounding noise."""
@@ -205,14 +188,6 @@ def test_biases_before_normalisation_are_healthy(normalised):
     metrics = hook.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=1))
     assert metrics["vanishing_count"] == normalised
     assert hook.check({}, 1) == []
-    remark = " (1 bias has no gradient, as before a normalisation, which removes the effect)" * normalised
-    with pytest.warns(RunNotice, match=re.escape(f"last check: all parameters healthy{remark}.")):
-        hook.end("completed")
-
-
-def test_run_failing_before_checks_has_no_summary(recwarn):
-    WeightUpdates().end("failed")
-    assert not recwarn.list
 
 
 # Mixed precision and skipped steps
