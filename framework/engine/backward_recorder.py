@@ -46,6 +46,7 @@ class BackwardRecorder:
             return
         record = described._replace(
             divisor=described.divisor * divisor,
+            divisions=described.divisions if divisor == 1 else (divisor, *described.divisions),
             leftover_gradients=names if index == 0 else (),
             accumulated_gradients=names if index == 1 else (),
         )

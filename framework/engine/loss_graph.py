@@ -101,14 +101,12 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
     nodes = _path(root)
     names = [operation_of(node) for node in nodes]
     reduction, divisor, is_divided_by_tensor = _reduction(nodes, names)
-    # Factors of more than one number belong to the model.
-    scaling = [(node, name) for node, name in zip(nodes, names, strict=True) if name in ("Mul", "Div")]
-    factors = [_divisor(node, name) for node, name in scaling if math.prod(_output(node)[0]) == 1]
     return BackwardPass(
         loss_operations=tuple(node.name() for node in nodes),
         reduction=reduction,
         divisor=divisor,
-        largest_divisor=max([1.0, *(factor for factor in factors if factor is not None)]),
+        divisions=_factors(nodes, names, "Div"),
+        weights=tuple(1 / factor for factor in _factors(nodes, names, "Mul")),
         is_divided_by_tensor=is_divided_by_tensor,
         class_count=_class_count(nodes, names),
         ignore_index=_ignore_index(nodes, names),
@@ -203,6 +201,18 @@ def _is_over_terms(node: Any) -> bool:
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     is_single = sizes is not None and math.prod(int(size) for size in sizes) == 1
     return is_single or any(operation_of(item) in ("Stack", "Cat") for item in _inputs(node))
+
+
+def _factors(nodes: list[Any], names: list[str], operation: str) -> tuple[float, ...]:
+    """Return the numbers by which the nodes of an operation divide a reduced loss."""
+    divisors = []
+    for node, name in zip(nodes, names, strict=True):
+        if name in LOSSES or (name in ("Mean", "Sum") and not _is_over_terms(node)):
+            break
+        divisor = _divisor(node, name) if name == operation and math.prod(_output(node)[0]) == 1 else None
+        if divisor is not None and divisor != 1:
+            divisors.append(divisor)
+    return tuple(divisors)
 
 
 def _divisor(node: Any, name: str) -> float | None:

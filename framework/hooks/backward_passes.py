@@ -17,8 +17,10 @@ class BackwardPass(NamedTuple):
     """How the loss combines its elements: ``"mean"``, ``"sum"``, or empty if unknown."""
     divisor: float = 1.0
     """The number by which the reduced loss is divided, 1 without a division."""
-    largest_divisor: float = 1.0
-    """The largest of the numbers by which the loss is divided one after the other, at least 1."""
+    divisions: tuple[float, ...] = ()
+    """The numbers by which the loss, or the followed term of it, is divided one after the other, outermost first."""
+    weights: tuple[float, ...] = ()
+    """The numbers by which it is multiplied, likewise."""
     is_divided_by_tensor: bool = False
     """Whether the loss is divided or multiplied by a tensor, such as a number of tokens; ``divisor`` leaves it out."""
     class_count: int = 0

@@ -44,7 +44,7 @@ def loss_facts(passes: Sequence[BackwardPass], rows: int = 0) -> dict[str, float
         "normalised_over_rows": int(any(one.is_normalised_over_rows for one in passes)),
         "class_count": classes,
         **uniform,
-        **_averaging(passes),
+        **_averaging(passes, rows),
         **attention_facts(passes),
         **_regression_facts(passes),
     }
@@ -65,10 +65,10 @@ def _regression_facts(passes: Sequence[BackwardPass]) -> dict[str, float]:
     return facts
 
 
-def _averaging(passes: Sequence[BackwardPass]) -> dict[str, float]:
-    """Return whether micro-batches are averaged; nothing if the reduction of their losses is unknown."""
-    is_known = all(one.reduction or one.is_divided_by_tensor for one in passes)
-    return {"averages_micro_batches": int(averages(passes))} if is_known or len(passes) == 1 else {}
+def _averaging(passes: Sequence[BackwardPass], rows: int) -> dict[str, float]:
+    """Return whether the losses of several micro-batches are averaged; nothing if the graph does not show it."""
+    are_averaged = averages(passes, rows) if len(passes) > 1 else None
+    return {} if are_averaged is None else {"averages_micro_batches": int(are_averaged)}
 
 
 def attention_facts(passes: Sequence[BackwardPass]) -> dict[str, float]:
@@ -83,7 +83,7 @@ def is_summed(one: BackwardPass, micro_batches: int, rows: int) -> bool:
     The number of micro-batches is no such number, nor are small factors, as in ½·Σx².
     """
     least = max(rows, micro_batches + 1) if rows else 2 * micro_batches + 1
-    divisor = max(one.divisor, one.largest_divisor)  # a weight may follow the division by the rows
+    divisor = max(one.divisor, *one.divisions, 1.0)  # a weight may follow the division by the rows
     return one.reduction == "sum" and not one.is_divided_by_tensor and divisor < least
 
 
@@ -94,25 +94,57 @@ def reduces_targets_alike(one: BackwardPass) -> bool:
     return any(name.startswith("NllLoss") for name in names) and not {"Sum", "Mean"} & {*before}
 
 
-def averages(passes: Sequence[BackwardPass]) -> bool:
-    """Return whether a step of several micro-batches averages their losses.
+def averages(passes: Sequence[BackwardPass], rows: int = 0) -> bool | None:
+    """Return whether a step of several micro-batches averages their losses; ``None`` if the graph does not show it.
 
-    That is the case if their weights add up to 1, or if a number of tokens divides them. The weight of a mean is
-    1/divisor, that of a sum the number of its targets over the divisor.
+    It does if the weights of the losses add up to 1, if each loss is divided by the number of micro-batches, apart
+    from a constant weight, or if a number of tokens divides it. The weight of a mean is 1/divisor, that of a
+    sum the number of its targets over the divisor.
+
+    Args:
+        passes: the descriptions, one for each micro-batch.
+        rows: the rows of a micro-batch, 0 if unknown.
 
     >>> averages([BackwardPass(reduction="sum", divisor=30, target_count=count) for count in (10, 20)])
     True
+    >>> averages([BackwardPass(reduction="mean", divisor=6, divisions=(3,), weights=(0.5,))] * 3)
+    True
     """
-    if len(passes) == 1:
-        return False
+    number = len(passes)
     if all(one.is_divided_by_tensor for one in passes):
         return True
-    sums = [one for one in passes if one.reduction == "sum"]
-    if sums and all(one.target_count is None and one.divisor > len(passes) for one in sums):
-        return True  # the divisor is probably the number of elements of the step
-    return abs(sum(_weight(one) for one in passes) - 1) <= TOLERANCE
+    if not all(one.reduction for one in passes):
+        return None
+    counts = [(one.target_count or rows) if one.reduction == "sum" else 1 for one in passes]
+    net = [count / one.divisor for one, count in zip(passes, counts, strict=True)]
+    if all(counts) and _is_near(sum(net), 1):
+        return True
+    # Of a sum of terms the divisor has the factors of all terms, the others also those of the term that is followed.
+    unweighted = [count / math.prod(one.divisions) for one, count in zip(passes, counts, strict=True)]
+    weighted = [weight * math.prod(one.weights) for one, weight in zip(passes, unweighted, strict=True)]
+    if any(is_summed(one, number, rows) for one in passes) or all(_is_near(weight, 1) for weight in weighted):
+        return False
+    if not all(counts) or _is_near(sum(unweighted), 1):
+        return True  # the divisor of a sum of unknown size is probably the number of elements of the step
+    return _is_divided_by(number, passes[0], weighted[0]) if len({*weighted}) == 1 else None
 
 
-def _weight(one: BackwardPass) -> float:
-    """Return the factor of a loss's mean over its targets in the gradient of the step."""
-    return (one.target_count or 1 if one.reduction == "sum" else 1) / one.divisor
+def _is_divided_by(number: int, one: BackwardPass, weight: float) -> bool | None:
+    """Return whether one of several losses of equal weight is divided by their number; ``None`` if that is unknown.
+
+    A single factor may join the number and a constant weight, as 6 does in ½·loss/3.
+    """
+    divisions = sum(math.isclose(division, number) for division in one.divisions)
+    is_divided_twice = divisions > 1 or (number > 2 and any(math.isclose(item, number**2) for item in one.divisions))
+    if divisions or is_divided_twice or any(math.isclose(item * number, 1) for item in one.weights):
+        return not is_divided_twice
+    is_plain = _is_whole(1 / weight) and not _is_whole(1 / (weight * number))
+    return False if is_plain or _is_whole(weight) else None
+
+
+def _is_near(value: float, expected: float) -> bool:
+    return abs(value - expected) <= TOLERANCE * expected
+
+
+def _is_whole(value: float) -> bool:
+    return value > 0.5 and math.isclose(value, round(value))

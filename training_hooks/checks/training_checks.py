@@ -110,10 +110,11 @@ class TrainingChecks(TrainingHook):
         lacks_log_softmax | 1 if nll_loss, ctc_loss or kl_div gets logits or probabilities, else 0 | {0, 1}
             | 1: the loss expects the output of log_softmax.
         micro_batches | number of backward passes of the step | 1, 2, 3, … | Should be the intended accumulation.
-        averages_micro_batches | 1 if the step has several micro-batches whose weights add up to 1 ± 0.1, or that are
-            divided by a tensor, else 0; the weight of a mean is 1/divisor, that of a sum its targets/divisor; not
-            reported if the reduction is unknown | {0, 1}
-            | 0 with several micro-batches: their gradients add up, as with a larger learning rate.
+        averages_micro_batches | 1 if the weights of the step's micro-batches add up to 1 ± 0.1, if each loss is divided
+            by their number apart from a constant weight, or if a tensor divides it, else 0; the weight of a mean is
+            1/divisor, that of a sum its targets/divisor; not reported for a single micro-batch, and where the graph
+            does not show the reduction or the division | {0, 1}
+            | 0: their gradients add up, as with a larger learning rate.
         loss_is_broadcast | 1 if the loss compares N outputs with N targets in N · N pairs, else 0 | {0, 1}
             | 1: outputs of shape (N, 1) meet targets of shape (N,), so that each output is compared with all targets.
         look_ahead_fraction | attention operations in which positions see later ones / all attention operations over as

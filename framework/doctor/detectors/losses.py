@@ -431,23 +431,22 @@ class AccumulationNotAveraged(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the losses of several micro-batches are not divided by their number."""
-        count = history.curve(f"{CHECKS}/micro_batches")
         averaged = history.curve(f"{CHECKS}/averages_micro_batches")
-        if not count.last > 1 or not len(averaged) or averaged.last > 0:
+        if averaged.last != 0 or history.last(f"{CHECKS}/loss_is_summed") > 0:  # see loss-summed
             return
-        parts = int(count.last)
-        divisor = history.last(f"{CHECKS}/loss_divisor")
-        is_wrong_number = math.isfinite(divisor) and divisor > 1
-        done = f"divided by {divisor:g}" if is_wrong_number else "not divided"
+        # The last step of an epoch may have fewer micro-batches, and does not report whether it averages one.
+        parts = int(history.curve(f"{CHECKS}/micro_batches").at(averaged.last_step))
+        divisor = history.curve(f"{CHECKS}/loss_divisor").at(averaged.last_step)
+        done = "not divided" if divisor == 1 else f"divided by {divisor:.4g}"
         yield self.finding(
             "warning",
-            count.first_step,
+            averaged.first_step_where(averaged.values == 0) or averaged.first_step,
             f"A step accumulates {parts} micro-batches, but their losses are {done}, so the gradient is not their "
             "mean.",
             f"Divide each loss by {parts} before the backward pass.",
             Evidence(f"{CHECKS}/micro_batches", parts),
             Evidence(f"{CHECKS}/loss_divisor", divisor, None, str(parts)),
-            confidence=0.9,
+            confidence=0.9 if divisor == 1 else 0.7,
         )
 
 

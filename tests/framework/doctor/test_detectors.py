@@ -648,3 +648,13 @@ def test_updates_no_hook_sees_are_not_judged() -> None:
     history.left_out = {"parameter_norms": "it cannot run: MemoryError"}
     assert "optimizer-not-stepped" not in ids(history)
     assert "gradients-not-zeroed" in ids(history)
+
+
+@pytest.mark.parametrize(("averages", "expected"), [([1, 1], []), ([0, 0], ["accumulation-not-averaged"]), ([], [])])
+def test_shorter_last_step_is_no_missing_average(averages: list[int], expected: list[str]) -> None:
+    """Steps 1 and 2 have three micro-batches, step 3 has one and does not report whether it averages them."""
+    history = healthy_history()
+    history.add(3, {"training_checks/micro_batches": Series([1, 2, 3], [3, 3, 1])})
+    history.add(3, {"training_checks/loss_divisor": Series([1, 2, 3], [1, 1, 1])})
+    history.add(3, {"training_checks/averages_micro_batches": Series([1, 2][: len(averages)], averages)})
+    assert [finding.id for finding in diagnose(history)] == expected

@@ -461,7 +461,8 @@ def test_divergence_of_probabilities_lacks_their_logarithm() -> None:
 
 def test_weight_after_division_by_rows_is_no_sum() -> None:
     found = describe_loss(10 * (F.mse_loss(OUTPUTS * 2, NUMBERS, reduction="sum") / 64))
-    assert (found.reduction, found.divisor, found.largest_divisor) == ("sum", pytest.approx(6.4), 64)
+    assert (found.reduction, found.divisor, found.divisions) == ("sum", pytest.approx(6.4), (64,))
+    assert found.weights == (10,)
 
 
 def test_squares_of_probabilities_are_no_divergence() -> None:
