@@ -436,6 +436,8 @@ class AccumulationNotAveraged(Detector):
             return
         # The last step of an epoch may have fewer micro-batches, and does not report whether it averages one.
         parts = int(history.curve(f"{CHECKS}/micro_batches").at(averaged.last_step))
+        if parts < 2:
+            return
         divisor = history.curve(f"{CHECKS}/loss_divisor").at(averaged.last_step)
         done = "not divided" if divisor == 1 else f"divided by {divisor:.4g}"
         yield self.finding(
