@@ -17,6 +17,7 @@ INTRODUCTION = """\
 |---|---|
 | `experiment_config.json` | the settings of the run; written before the first step |
 | `summary.json` | the results of the run; written at any kind of end |
+| `files.json` | sizes and digests of these files, written last; later changes are reported |
 | `STRATEGY_final.pt` | the final weights of a completed run, as a state dict |
 | `STRATEGY.jsonl` | the metrics, unless `--no-hook-jsonl` was given |
 | `digests.jsonl` | [digests](digests.md) of the training state, unless no metrics are recorded or `--digest-every 0` \
@@ -87,7 +88,7 @@ def page() -> str:
 
 def schemas() -> Iterator[dict[str, Any]]:
     """Yield the schemas, in the order of the page."""
-    for name in ("experiment_config", "summary", "metrics", "alert", "digest", "rows", "manifest"):
+    for name in ("experiment_config", "summary", "files", "metrics", "alert", "digest", "rows", "manifest"):
         yield json.loads((SCHEMAS / f"{name}.schema.json").read_text(encoding="utf-8"))
 
 

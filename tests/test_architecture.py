@@ -32,6 +32,7 @@ ORDER = (
         "optional_packages",
         "registry",
         "durable_files",
+        "file_digests",
         "student_t",
         "tensors",
         "state",

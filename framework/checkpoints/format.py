@@ -1,6 +1,5 @@
 """Checkpoint format on disk: folders that appear atomically, with digests of all files that are checked before use."""
 
-import hashlib
 import json
 import math
 import os
@@ -17,6 +16,7 @@ import xxhash
 
 from ..durable_files import plain_json, read_tensors, translated_disk_errors, write_tensors
 from ..errors import UsageError
+from ..file_digests import digest_of, sealed, unsealed
 
 FORMAT = 4
 STATE, MANIFEST = "state.pt", "manifest.json"
@@ -56,8 +56,7 @@ class Checkpoint:
                 size, original_size = path.stat().st_size, expected["bytes"]
                 if size != original_size:
                     raise DamagedCheckpointError(f"{path} has {size} bytes instead of {original_size}: it is damaged.")
-                with path.open("rb") as file:
-                    digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+                digest = digest_of(path, size)
             except OSError as error:
                 raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}.") from error
             if digest != expected["xxh3_128"]:
@@ -106,13 +105,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         problem = f"is not a checkpoint: it has no {path.name}" if folder.is_dir() else "does not exist"
         raise DamagedCheckpointError(f"{folder} {problem}.")
     try:
-        manifest = json.loads(path.read_text("utf-8"))
-        digest = manifest.pop("digest")
-        intact = digest == _digest_of_manifest(manifest)
+        manifest = unsealed(json.loads(path.read_text("utf-8")))
         version = manifest["format"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__}.") from error
-    if not intact or not isinstance(version, int):
+        raise DamagedCheckpointError(f"{path} is damaged: its text is not what was written.") from error
+    if not isinstance(version, int):
         raise DamagedCheckpointError(f"{path} is damaged: its text is not what was written.")
     if version != FORMAT:
         age = "newer" if version > FORMAT else "older"
@@ -239,7 +236,7 @@ class PartialCheckpoint:
         full = {**plain_json(manifest), "format": FORMAT, "files": dict(files)}
         with translated_disk_errors(self.folder):
             with (self._partial / MANIFEST).open("w", encoding="utf-8") as file:
-                json.dump({**full, "digest": _digest_of_manifest(full)}, file, indent=None if "tensors" in full else 2)
+                json.dump(sealed(full), file, indent=None if "tensors" in full else 2)
                 _sync(file)
             for path in (*sync_first, *{path.parent for path in sync_first}, self._partial):
                 sync_path(path)
@@ -315,7 +312,3 @@ def _save(content: Mapping[str, Any], file: _DigestingFile) -> None:
 def _sync(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _digest_of_manifest(manifest: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())

@@ -8,7 +8,7 @@ from typing import Any
 from ..doctor import diagnose
 from ..errors import counted, require
 from ..hooks import SEVERITIES, Severity
-from ..runs import RunRecord, read_alerts, read_history
+from ..runs import RunRecord, read_alerts, read_history, warn_of_changes
 from .output import Output, add_output_options
 from .parser import CommandParser
 
@@ -41,6 +41,7 @@ def alerts(words: Sequence[str]) -> None:
     require(given["limit"] >= 1, f"--limit is {given['limit']}; it must be at least 1.")
     folder = Path(given["RUN"][0])
     RunRecord.read(folder)
+    warn_of_changes(folder)
     items = sorted([*_findings(folder), *map(_alert, read_alerts(folder))], key=lambda item: item["step"])
     lowest = SEVERITIES.index(given["severity"])
     chosen = [item for item in items if item["step"] >= given["since"] and SEVERITIES.index(item["severity"]) >= lowest]

@@ -15,7 +15,7 @@ from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..interruption import raise_at_ctrl_c
 from ..names import as_names
 from ..option_words import command_line_messages
-from ..runs import ReplaySink, Session, check_device, require, run_folders
+from ..runs import ReplaySink, Session, check_device, require, run_folders, warn_of_changes
 from ..training import Parallel, is_main_process, is_restarted, torchrun_world_size
 from .agents import agents, agents_parser
 from .alerts import alerts, alerts_parser
@@ -218,7 +218,10 @@ def _replay(words: Sequence[str]) -> None:
     for option in given:
         require(option == sinks[target].option, f"--{option} does not apply to --to {target}.")
     sinks[target].check_installed()
-    for send in [sinks[target].replay(folder, **given) for folder in run_folders(Path(runs[0]), "replay")]:
+    folders = run_folders(Path(runs[0]), "replay")
+    for folder in folders:
+        warn_of_changes(folder)
+    for send in [sinks[target].replay(folder, **given) for folder in folders]:
         write_line(send())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..console import in_columns, number_text, printable, shortened, split_columns
 from ..errors import listed, require
 from ..report import compare_runs, run_labels
+from ..runs import READ
 from .listing import WIDE, runs_in
 from .output import Output, add_output_options
 from .parser import NAMES, UNBOUNDED, CommandParser, line_width
@@ -38,7 +39,7 @@ def compare(words: Sequence[str]) -> None:
     given = parser.defaults | parser.parse(words)
     require(bool(given["RUN"]), "loopscope compare needs RUN...: folders of runs, or folders that contain runs.")
     require(not (given["json"] and given["markdown"]), "--json and --markdown exclude each other.")
-    runs = {run.path.resolve(): run for folder in given["RUN"] for run in runs_in(Path(folder))}
+    runs = {run.path.resolve(): run for folder in given["RUN"] for run in runs_in(Path(folder), READ)}
     comparison = compare_runs(list(runs.values()), given["metrics"])
     if given["markdown"] and given["max_bytes"] is None:
         given["max_bytes"] = 0

@@ -18,7 +18,7 @@ from ..checkpoints import (
 from ..durable_files import read_tensors
 from ..errors import UsageError
 from ..report import differing_parts
-from ..runs import RunFolder, RunRecord, differences, require
+from ..runs import ALL, RunFolder, RunRecord, differences, require, warn_of_changes
 from .output import Output, ReportedError, add_output_options
 from .parser import CommandParser
 
@@ -48,6 +48,8 @@ def diff(words: Sequence[str]) -> None:
     remedy = "; loopscope verify RUN checks one run." if len(runs) == 1 else "."
     require(len(runs) == 2, f"loopscope diff takes the folders of two runs, but got {len(runs)}{remedy}")
     records = [RunRecord.read(Path(run)) for run in runs]
+    for run in runs:
+        warn_of_changes(Path(run), ALL)
     a, b = (RunFolder(Path(run), record.strategy) for run, record in zip(runs, records, strict=True))
     checked = [_checkpoints(a, b), _digests(a, b), _metrics(a, b), _weights(a, b)]
     compared = [text for text, _ in checked if text]

@@ -4,7 +4,7 @@ import shlex
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..doctor import finding_lines
 from ..errors import UsageError, counted
 from ..hooks import always_on
 from ..report import FoundRun, find_runs, inspect_run
-from ..runs import ATTACHED_RUNS, ExperimentConfig, RunRecord, require, run_folders
+from ..runs import ATTACHED_RUNS, SETTINGS, ExperimentConfig, RunRecord, require, run_folders
 from .output import Output, add_output_options
 from .parser import NAMES, CommandParser, line_width
 from .run_content import changed_options, diagnosis_of, run_content, shown_content
@@ -61,9 +61,9 @@ def ls(words: Sequence[str]) -> None:
     Output.of("ls", words, given).write(content, {"runs": "first"}, lines)
 
 
-def runs_in(folder: Path) -> list[FoundRun]:
+def runs_in(folder: Path, read: Collection[str] = SETTINGS) -> list[FoundRun]:
     """Return the runs in a folder and its subfolders; raises :class:`UsageError` if there are no runs."""
-    runs = find_runs(folder) if folder.is_dir() else []
+    runs = find_runs(folder, read) if folder.is_dir() else []
     problem = "has no runs" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
     require(bool(runs), f"{folder} {problem}; loopscope ls FOLDER lists the runs in FOLDER.")
     return runs

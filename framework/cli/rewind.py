@@ -9,7 +9,7 @@ from ..console import Mode, watch
 from ..errors import listed, require
 from ..explaining import explain, explanation_lines, row_table, rows_by_step
 from ..report import inspect_run
-from ..runs import TRAINED, ExperimentRunner, Session, Stretch, read_alerts, read_outcome, run_folders
+from ..runs import TRAINED, ExperimentRunner, Session, Stretch, read_alerts, read_outcome, run_folders, warn_of_changes
 from ..training import is_main_process
 from .options import without_dots
 from .output import Kept, Output, add_output_options
@@ -54,6 +54,7 @@ def rewind(words: Sequence[str]) -> None:
     require(one_step, "loopscope rewind needs one of --step N and --spike.")
     folder, *others = folders = run_folders(Path(given["RUN"][0]), "rewind")
     require(not others, f"{given['RUN'][0]} has {len(folders)} runs; rewind takes one of them: {listed(folders, 9)}.")
+    warn_of_changes(folder)
     output = Output.of("rewind", words, given)
     with user_errors(full_traceback=given["traceback"]):
         run, hooks = RecordedRun.read(folder), given_hooks(given)

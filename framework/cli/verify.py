@@ -12,7 +12,7 @@ from typing import Any
 from ..checkpoints import checkpoints_by_moment
 from ..console import make_console, watch
 from ..errors import counted, listed, require, short_path
-from ..runs import DivergedError, RunFolder, Session, Stretch, run_folders
+from ..runs import ALL, DivergedError, RunFolder, Session, Stretch, changed_files, run_folders
 from ..training import is_main_process
 from .options import without_dots
 from .output import Output, ReportedError, add_output_options
@@ -48,11 +48,13 @@ def verify(words: Sequence[str]) -> None:
     if not (hooks["with_hooks"] or hooks["hooks"]):
         hooks["with_hooks"] = "none"
     compared: list[dict[str, Any]] = []
+    damaged: list[str] = []
     difference = None
     for folder in run_folders(Path(given["RUN"][0]), "verify"):
         try:
             with user_errors(full_traceback=given["traceback"]):
                 run = RecordedRun.read(folder)
+                damaged += [change.sentence for change in changed_files(folder, ALL).values() if change.is_damage]
                 session = replace(run.session(**hooks), make_sinks=list)
                 if number is None:
                     compared += _verify_whole(session, folder, is_shown=not given["json"])
@@ -62,12 +64,14 @@ def verify(words: Sequence[str]) -> None:
             difference = error
             compared.append({"run": str(folder), "name": folder.name, "identical": False, "difference": str(error)})
             break
-    content = {"identical": difference is None, "runs": compared}
+    content = {"identical": difference is None, "damaged": damaged, "runs": compared}
     if is_main_process():
         identical = [row for row in compared if row["identical"]]
         Output.of("verify", words, given).write(content, {"runs": "first"}, lambda: list(map(_line, identical)))
     if difference is not None:
         raise ReportedError(str(difference)) from difference
+    if damaged:
+        raise ReportedError(f"Not all files are those of the runs. {' '.join(damaged)}")
 
 
 def _line(row: Mapping[str, Any]) -> str:

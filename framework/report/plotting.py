@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import listed, require
 from ..option_words import option_text
 from ..optional_packages import require_package
-from ..runs import run_folders
+from ..runs import run_folders, warn_of_changes
 from .curves import RecordedRun, read_curves
 from .panels import Look, Picture, matcher, metric_picture
 from .seeds import contrast, correct, groups_of, mean_curve
@@ -67,6 +67,8 @@ def read_runs(paths: Iterable[Path], wanted: Callable[[str], bool], x: Unit | No
         UsageError: if there is no run.
     """
     folders = {folder.resolve(): folder for path in paths for folder in run_folders(path, "plot")}
+    for folder in folders.values():
+        warn_of_changes(folder)
     runs = [read_curves(folder, wanted) for folder in folders.values()]
     without = [str(run.folder) for run in runs if not run.epoch_steps]
     unit: Unit = x or ("step" if without else "epoch")

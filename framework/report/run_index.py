@@ -3,7 +3,7 @@
 import operator
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -12,20 +12,22 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from ..checkpoints import is_locked
 from ..durable_files import path_exists, read_json
-from ..errors import UsageError, listed, require
+from ..errors import UsageError, listed, require, warn
 from ..names import as_names
 from ..optional_packages import require_package
 from ..runs import (
     CONFIG,
+    READ,
     REWINDS,
+    SETTINGS,
     SUMMARY,
     Completed,
     FailedSink,
     Record,
     RunRecord,
+    changes_text,
     checked_fields,
     forward_emits,
-    lost_rows,
     record_of,
 )
 from .curves import series_in
@@ -52,8 +54,8 @@ class FoundRun:
     """The content of a run's folder; metrics are read on first use.
 
     ``state`` is completed, incomplete, failed or interrupted; running (a process holds the lock), killed (neither lock
-    nor summary) or damaged, with a sentence in ``problem``; a finished run with lost rows has one, too. ``summary`` is
-    empty before the end of the run.
+    nor summary) or damaged, with a sentence in ``problem``; a finished run with changed files has one, too. ``summary``
+    is empty before the end of the run.
     """
 
     path: Path
@@ -157,11 +159,16 @@ def read_run(path: str | os.PathLike[str]) -> FoundRun:
     require_package("pandas", "loopscope.read_run")
     run = inspect_run(Path(path))
     require(run.record is not None, run.problem)
+    if run.problem:
+        warn(run.problem, stacklevel=2)
     return run
 
 
-def inspect_run(folder: Path) -> FoundRun:
-    """Read the folder of a run; a damaged folder does not raise, but gives a run with a problem."""
+def inspect_run(folder: Path, read: Collection[str] = READ) -> FoundRun:
+    """Read the folder of a run; a damaged folder does not raise, but gives a run with a problem.
+
+    Files with the endings ``read`` are compared with their digests, others only if they were modified.
+    """
     record, path = None, folder / SUMMARY
     try:
         record = RunRecord.read(folder)
@@ -178,13 +185,13 @@ def inspect_run(folder: Path) -> FoundRun:
         summary["experiment"] = record.experiment
     left_out = content.get("hooks_left_out")
     summary["hooks_left_out"] = [str(name) for name in left_out] if isinstance(left_out, Mapping) else []
-    sizes = content.get("files")
-    problem = lost_rows(folder, sizes) if isinstance(sizes, Mapping) else ""
-    return FoundRun(folder, summary["status"], record, summary, problem)
+    return FoundRun(folder, summary["status"], record, summary, changes_text(folder, read))
 
 
-def find_runs(folder: Path) -> list[FoundRun]:
+def find_runs(folder: Path, read: Collection[str] = SETTINGS) -> list[FoundRun]:
     """Return all runs in a folder and its subfolders, by path, including unreadable ones with their problem.
+
+    The endings ``read`` are those of :func:`inspect_run`.
 
     Links within the folder are not followed, since they may lead anywhere. Rewinds belong to their run.
     """
@@ -198,7 +205,7 @@ def find_runs(folder: Path) -> list[FoundRun]:
             runs.append(FoundRun(Path(here), "damaged", problem=f"{here} cannot be read: {error.strerror}."))
             continue
         if any(entry.name == CONFIG for entry in entries):
-            runs.append(inspect_run(Path(here)))
+            runs.append(inspect_run(Path(here), read))
             entries = [entry for entry in entries if entry.name != REWINDS]
         pending += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     return sorted(runs, key=attrgetter("path.parts"))

@@ -6,6 +6,7 @@ from .provenance import read_provenance
 from .config import (
     ExperimentConfig, RunFlags, RunOptions, RunSettings, allowed_words, describe_type, field_names, union_members,
 )
+from .file_manifest import ALL, READ, SETTINGS, changed_files, changes_text, warn_of_changes
 from .records import (
     ATTACHED, CONFIG, INCOMPLETE, SUMMARY, TRAINED, Completed, FailedSink, RunRecord, checked_fields, differences,
     environment, read_initial, read_outcome, read_status, run_folders, versions,
@@ -18,16 +19,18 @@ from .run import Display, Run, attempt, create_manager
 from .run_history import history_without_metrics, read_alerts, read_history
 from .task_building import build_run
 from .session import Session, StrategyPlan
-from .summaries import lost_rows
 from .validation import DivergedError, Stretch
 
 __all__ = [
+    "ALL",
     "ATTACHED",
     "ATTACHED_RUNS",
     "CONFIG",
     "EXPLANATION",
     "INCOMPLETE",
+    "READ",
     "REWINDS",
+    "SETTINGS",
     "SUMMARY",
     "TRAINED",
     "Completed",
@@ -52,6 +55,8 @@ __all__ = [
     "allowed_words",
     "attempt",
     "build_run",
+    "changed_files",
+    "changes_text",
     "check_device",
     "checked_fields",
     "create_manager",
@@ -62,7 +67,6 @@ __all__ = [
     "forward_emits",
     "history_without_metrics",
     "load_reference",
-    "lost_rows",
     "read_alerts", "read_history",
     "read_initial",
     "read_outcome",
@@ -73,4 +77,5 @@ __all__ = [
     "run_folders",
     "union_members",
     "versions",
+    "warn_of_changes",
 ]

@@ -11,6 +11,7 @@ from ..durable_files import path_exists, plain_json, read_tensors
 from ..errors import UsageError, listed
 from ..option_words import option_text
 from .config import ExperimentConfig
+from .file_manifest import refuse_damage
 from .records import CONFIG, RunRecord, differences, environment, seed_name, versions
 from .run_folder import reference_name, weights_name
 
@@ -68,8 +69,9 @@ def load_reference(path: Path, model: nn.Module) -> Reference:
     """Load weights for a model, executing no code from the file.
 
     Raises:
-        UsageError: for a file that cannot be read, or that lacks a parameter or has it in another shape.
+        UsageError: for a file that is damaged or cannot be read, or that lacks a parameter or has it in another shape.
     """
+    refuse_damage(path.parent, (path.suffix,), path.name)
     try:
         content = read_tensors(path)
     except Exception as error:

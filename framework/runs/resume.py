@@ -21,6 +21,7 @@ from ..errors import (
 )
 from ..option_words import option_text
 from ..state import LoopState
+from .file_manifest import refuse_damage
 from .records import FailedHook, RunRecord, checked_fields, differences
 from .run_folder import RunFolder
 
@@ -45,11 +46,13 @@ def find_checkpoint(folder: RunFolder, expected: RunRecord) -> Checkpoint | None
     Notices name damaged checkpoints.
 
     Raises:
-        UsageError: if the folder contains another run; the message lists the differences.
+        UsageError: if the folder contains another run, or files of a finished one are damaged; the message lists the
+            differences or files.
     """
     if (record := folder.record()) is not None:
         refuse_another_run(folder.path, record, expected)
     if folder.completed() is not None:
+        refuse_damage(folder.path)
         return None
     checkpoint = newest_intact(folder.checkpoints, notice)
     if checkpoint is not None:

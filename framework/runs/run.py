@@ -142,6 +142,7 @@ class Run:
         if self.manager.task.ranks.is_main:
             self._start_diagnosis()
         self.manager.dispatch.start(self.info, None if self.earlier is None else self.earlier.sinks)
+        self.folder.remove_manifest()
 
     def _start_diagnosis(self) -> None:
         """Add the diagnosis to the sinks, with the history of the run up to now if it continues an earlier one."""

@@ -17,6 +17,7 @@ from ..durable_files import path_exists, save_tensors, translated_disk_errors, w
 from ..errors import UsageError, listed, short_path, source_location, warn
 from ..hooks import HookRegistry, SinkRegistry
 from ..tensors import unsharded
+from .file_manifest import FILES, write_manifest
 from .records import CONFIG, SUMMARY, TRAINED, RunRecord, read_completed, read_status, seed_name
 
 ATTACHED_RUNS = "loopscope-runs"
@@ -177,8 +178,14 @@ class RunFolder:
             self.write_record(record)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary of the run."""
+        """Write the summary of the run, and the manifest of its files, which are complete now."""
         write_json(self.path / SUMMARY, summary)
+        write_manifest(self.path, (*self._run_files(), self.reference))
+
+    def remove_manifest(self) -> None:
+        """Remove the manifest of a finished run, whose files will change."""
+        with translated_disk_errors(self.path):
+            (self.path / FILES).unlink(missing_ok=True)
 
     def write_weights(self, model: nn.Module) -> None:
         """Write the final weights as a complete state dict. With sharded weights this is a collective call."""
@@ -194,7 +201,7 @@ class RunFolder:
                 raise UsageError(f"leaves() of {source_location(entry)} returned {names!r}; {accepted}.")
             yield from (self.path / name for name in names)
         yield from (self.weights, self.checkpoints)
-        yield from (self.path / name for name in (REWINDS, DIGESTS, ROWS, SUMMARY, CONFIG))
+        yield from (self.path / name for name in (REWINDS, DIGESTS, ROWS, FILES, SUMMARY, CONFIG))
 
     def _earlier_run(self) -> str:
         """Describe the run in this folder in a few words."""

@@ -13,26 +13,6 @@ from ..errors import with_lines
 from ..tensors import is_uninitialised
 from .records import INCOMPLETE, RunRecord
 
-RECORDS = (".jsonl", ".csv")
-"""Endings of the files that a run only appends to, whose sizes its summary has."""
-
-
-def file_sizes(folder: Path) -> dict[str, int]:
-    """Return the sizes in bytes of the record and of the other files of rows in a folder, by name."""
-    files = [path for path in sorted(folder.glob("*")) if path.suffix in RECORDS and path.is_file()]
-    return {path.name: path.stat().st_size for path in files}
-
-
-def lost_rows(folder: Path, sizes: Mapping[str, Any]) -> str:
-    """Return which file is missing or shorter than at the end of the run, as a sentence; empty if none is."""
-    now = file_sizes(folder)
-    for name, size in sizes.items():
-        if name not in now:
-            return f"{folder / name} is missing, so the rows of the run are lost."
-        if isinstance(size, int) and now[name] < size:
-            return f"{folder / name} has {now[name]:,} of {size:,} bytes, so rows of the run are lost."
-    return ""
-
 
 def build_summary(
     manager: HookManager,
@@ -78,7 +58,6 @@ def build_summary(
         "hook_tables": manager.hooks.tables,
         "hook_samples": manager.profiler.samples,
         "output_dir": str(folder),
-        "files": file_sizes(folder),
     }
     return summary | ({"hook_profile": manager.profiler.report()} if manager.profiler.enabled else {})
 

@@ -21,6 +21,7 @@ from loopscope.checkpoints.format import STATE, write_checkpoint
 from loopscope.checkpoints.writer import RetainedCheckpoints
 from loopscope.cli import main
 from loopscope.errors import HookError, LoopscopeError, RunNotice, UnsuitableError, UsageError
+from loopscope.file_digests import sealed
 from loopscope.hooks import RunInfo
 from loopscope.runs import Display, RunFolder
 from loopscope.training_hooks import PathLength
@@ -346,7 +347,7 @@ def test_a_manifest_that_lacks_something_is_refused(missing: str, killed: Path, 
     path = folder_of(killed) / f"checkpoints/step_{steps_in(killed)[0]:09d}" / MANIFEST
     manifest = json.loads(path.read_text())
     del manifest["digest"], manifest[missing]
-    path.write_text(json.dumps({**manifest, "digest": checkpoint_files._digest_of_manifest(manifest)}))
+    path.write_text(json.dumps(sealed(manifest)))
     assert any("does not describe a checkpoint" in sentence for sentence in resume(killed))
     assert_the_same(killed, whole[Small])
 

@@ -65,7 +65,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def killed(run: Path) -> None:
     """Turn a completed run into one that was killed after its first checkpoint."""
     shutil.rmtree(next(checkpoint_folders(run / "checkpoints")))
-    for name in ("summary.json", "plain_final.pt", *AVERAGES):
+    for name in ("summary.json", "plain_final.pt", "files.json", *AVERAGES):
         (run / name).unlink(missing_ok=True)
     for name in ("plain.csv", "plain.jsonl", EVENTS):
         with (run / name).open("a") as file:
@@ -177,7 +177,7 @@ def check(whole: Path, capfd: Any, data: Any) -> None:
             status = main([word.format(**places) for word in COMMANDS[command]])
         shown, said = capfd.readouterr()
         event(f"{command}: {status}")
-        assert status in ((0, 1, 2) if command == "diff" else (0, 2)), said
+        assert status in ((0, 1, 2) if command in ("diff", "verify") else (0, 2)), said
         assert all(line.startswith("loopscope: ") and line.isprintable() for line in said.splitlines()), said
         if status:
             assert [line for line in said.splitlines() if "note:" not in line], said

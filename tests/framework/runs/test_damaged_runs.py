@@ -174,7 +174,7 @@ def test_checkpoint_with_damaged_manifest_is_skipped(wrong, command, whole, capf
     """The run starts without that checkpoint, and only verify fails."""
 
     def damage(run: Path) -> None:
-        for name in ("summary.json", "plain_final.pt", "digests.jsonl"):
+        for name in ("summary.json", "plain_final.pt", "digests.jsonl", "files.json"):
             (run / name).unlink()
         for folder in (run / "checkpoints").iterdir():
             WRONG[wrong][0](f"checkpoints/{folder.name}/manifest.json")(run)
@@ -269,7 +269,7 @@ def test_many_damaged_runs_are_read_or_refused(whole, capfd, data, command) -> N
 def check_training(whole, capfd, data, command) -> None:
     """Damage a run at random and let a command train from it: the command starts or prints an error message."""
     status, said = said_by(command, whole, data.draw(damages(whole)), capfd)
-    assert status in (0, 2), said
+    assert status in ((0, 1, 2) if command == "verify" else (0, 2)), said
     assert all(line.startswith("loopscope: ") for line in said.splitlines()), said
 
 

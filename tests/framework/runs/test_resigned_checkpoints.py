@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loopscope import sinks, training_hooks
 from loopscope.checkpoints import Checkpointing, checkpoint_folders, open_checkpoint
-from loopscope.checkpoints.format import _digest_of_manifest
 from loopscope.cli import main
+from loopscope.file_digests import sealed
 
 from tests.framework.checkpoints.crash_runs import patiently
 from tests.framework.runs.small_experiment import Small, read_json, registered
@@ -78,7 +78,7 @@ def changed(value: Any, path: Path_, new: Any) -> Any:
 
 
 def signed(folder: Path, manifest: dict[str, Any]) -> None:
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "digest": _digest_of_manifest(manifest)}))
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
