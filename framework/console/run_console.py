@@ -152,7 +152,7 @@ class RunConsole(Display):
             self._live.board.results.append(shown)
         self._stop_progress()
         self._print(tables.result_line(shown))
-        width = self.console.width if self.console.is_terminal else None
+        width = self.console.width if self.console.is_terminal or self.console.is_jupyter else None
         if findings := tables.findings_text(summary, width):
             self._print(findings)
         if self._mode == "verbose":
@@ -182,7 +182,7 @@ class RunConsole(Display):
 
     def _print_now(self, shown: RenderableType) -> None:
         try:
-            if isinstance(shown, Text) and not self.console.is_interactive:
+            if isinstance(shown, Text) and not (self.console.is_interactive or self.console.is_jupyter):
                 self.console.out(shown.plain, highlight=False)
             else:
                 self.console.print(shown, soft_wrap=isinstance(shown, Text) and bool(shown.no_wrap))

@@ -91,11 +91,11 @@ class Finding:
             raise UsageError(f"{content!r} is not a finding of a diagnosis: {error}.") from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """The findings about a run, most important first, and what the record lacked for a complete diagnosis.
 
-    Iterate over it for the findings; ``print`` shows them.
+    Iterate over it for the findings; ``print``, or the last line of a notebook's cell, shows them.
     """
 
     findings: Sequence[Finding] = ()
@@ -113,6 +113,8 @@ class Diagnosis:
     def __str__(self) -> str:
         """Return the findings as lines of text."""
         return "\n".join(diagnosis_lines(self))
+
+    __repr__ = __str__
 
     @classmethod
     def of(cls, findings: Iterable[Mapping[str, Any]]) -> "Diagnosis":

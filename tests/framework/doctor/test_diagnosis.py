@@ -38,6 +38,11 @@ def test_later_finding_explains_no_earlier_one() -> None:
     assert [item.id for item in ranked([late, early])] == ["early", "late"]
 
 
+def test_notebook_shows_a_diagnosis_as_text() -> None:
+    diagnosis = Diagnosis([finding("cause", "warning")])
+    assert repr(diagnosis) == str(diagnosis) != ""
+
+
 def test_json_has_the_fields_of_a_finding() -> None:
     """The content survives JSON, and describes the same finding."""
     original = Finding("id", "warning", 3, "why", "next", (Evidence("a/b", 0.5, 0.1, "0"),), 0.8)
