@@ -33,8 +33,10 @@ def on_files(files: Files, *, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Begin the start page with README.md, and convert links for the site."""
+    """Begin the start page with README.md, convert links for the site, and let searches list decisions last."""
     place = page.file.src_uri
+    if place.startswith("decisions/"):
+        page.meta["search"] = {"boost": 0.1}
     if place == OUTSIDE["CHANGELOG.md"]:
         return convert_links(markdown, "CHANGELOG.md", place)
     text = convert_links(markdown, f"docs/{place}", place)
