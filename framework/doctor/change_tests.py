@@ -72,15 +72,16 @@ def change_tests(
     """Return the tests of a finding from the effects of the changes, by the name of the hypothesis.
 
     If a specific change removes the problem, smaller steps do not count as its cause, since they lessen any harm. If
-    the finding is about an event and the unchanged branches do not rise, they do not repeat it, and nothing is decided.
+    the finding is about an event and the unchanged branches do not rise more than ordinary batches do by chance, they
+    do not repeat it, and nothing is decided.
     """
     pairs = [(item, effects[item.name]) for item in hypotheses if item.name in effects]
-    verdicts = {item.name: effect.is_decisive(item.trivial_share) for item, effect in pairs}
+    verdicts = {item.name: effect.is_decisive(item.trivial_share, item.fall_factor) for item, effect in pairs}
     # A learning rate that is too high by far is still too high after the change.
     open_names = [item.name for item, effect in pairs if item.is_unspecific and effect.is_lost]
     verdicts |= {name: verdicts[name] or None for name in open_names}
     if of_event:
-        verdicts |= {item.name: None for item, effect in pairs if effect.measure == "loss"}
+        verdicts |= {item.name: None for item, effect in pairs if effect.measure == "loss" or not effect.is_unusual}
     if any(verdicts[item.name] for item, _ in pairs if not item.is_unspecific):
         verdicts |= {item.name: None for item, _ in pairs if item.is_unspecific and verdicts[item.name]}
     return [

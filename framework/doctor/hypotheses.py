@@ -58,6 +58,15 @@ class Hypothesis(ABC):
         """
         return max(0.0, 1 - self.rate_factor**2)
 
+    @property
+    def fall_factor(self) -> float:
+        """The factor by which a loss must fall faster: twice, and half of the factor of a higher learning rate.
+
+        A loss that responds to the learning rate in proportion falls f times as fast. Any healthy training falls a
+        little faster with larger steps for a while.
+        """
+        return max(2.0, self.rate_factor / 2)
+
 
 STEP_TOO_LARGE = frozenset(
     {

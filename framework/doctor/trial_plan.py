@@ -17,8 +17,8 @@ from .hypotheses import EVENTS, LEAD, UNTESTABLE, Hypothesis, hypotheses_of
 HOOK = "hypothesis_test"
 """The hook that trains the branches."""
 UNCHANGED = "unchanged"
-MOST_KINDS = 8
-"""Largest number of kinds of branches in a diagnosis, with those of the reference: 32 branches, 4 of each kind."""
+MOST_KINDS = 10
+"""Largest number of kinds of branches in a diagnosis, with those of the reference: 40 branches, 4 of each kind."""
 FOLLOWING = 2
 """Steps of a branch after the step of an event."""
 GRADIENT_NORMS = ("training_checks/grad_norm", "parameter_norms/total_grad_norm")
@@ -46,8 +46,11 @@ class TrialPlan:
         return options | ({"step": self.step} if self.step else {})
 
     def kinds_with(self, hypotheses: Iterable[Hypothesis]) -> int:
-        """Return the number of kinds of branches with further hypotheses, also those of unchanged and restored ones."""
-        return 2 + len({item.name for item in (*self.hypotheses, *hypotheses)})
+        """Return the number of kinds of branches with further hypotheses, also those of unchanged and restored ones.
+
+        Those of an event are trained with ordinary batches as well.
+        """
+        return (4 if self.event else 2) + len({item.name for item in (*self.hypotheses, *hypotheses)})
 
     def add(self, finding: Finding, hypotheses: Iterable[Hypothesis]) -> None:
         """Add a finding with its hypotheses."""
@@ -128,7 +131,10 @@ def diagnosis_with_tests(
                 if not found:
                     sentences.append(_not_tested(finding, "the optimizer has no numeric learning rate"))
                 elif finding.id in EVENTS and all(item.of == "loss" for item in found):
-                    sentences.append(f"{finding.id}: the unchanged branches do not rise, so no test can decide.")
+                    sentences.append(
+                        f"{finding.id}: the loss does not rise by more than ordinary batches give by chance, so no "
+                        "test can decide."
+                    )
     if tests and left_out:
         sentences.append(f"The branches of the tests ran without {listed([*left_out])}, unlike the run.")
     findings = [with_tests(item, tests[id(item)]) if id(item) in tests else item for item in diagnosis]
@@ -143,7 +149,9 @@ def _damage(measured: Mapping[str, Any]) -> str:
 def _tests_of(finding: Finding, plan: TrialPlan, measured: Mapping[str, Any]) -> Sequence[ChangeTest]:
     rises, scale = measured["rise"], float(measured["scale"])
     unchanged = rises[UNCHANGED]
-    effects = {name: effect_of(unchanged, values, scale) for name, values in rises.items() if name != UNCHANGED}
+    ordinary = measured["ordinary"] if plan.event else None
+    changed = {name: values for name, values in rises.items() if name != UNCHANGED}
+    effects = {name: effect_of(unchanged, values, scale, ordinary) for name, values in changed.items()}
     hypotheses = [item for item in plan.hypotheses if finding.id in item.findings]
     return change_tests(hypotheses, effects, len(unchanged), of_event=finding.id in EVENTS)
 

@@ -13,7 +13,7 @@ from ..report import inspect_run
 from ..runs import EXPLANATION, REWINDS, DivergedError, Stretch
 from .departures import HISTORY, MOST_TESTED_STEPS, WINDOW, Departure, History, departures, read_history
 from .rows import Describe, ExplainedRow, measured_rows
-from .verdict import Harm, Verdict, harms, is_damaged_before, precision_verdict, verdict
+from .verdict import Harm, Verdict, harms, is_damaged_before, median_outcome, precision_verdict, verdict
 
 HISTORY_HOOK, BRANCHES_HOOK = "step_history", "what_if"
 WATCHED = {
@@ -139,7 +139,7 @@ def _judge(
         result = precision_verdict(branch_values, found_harms) or Verdict(
             None,
             f"Inconclusive: before step {where.step:,} the losses of fresh batches are already unusual (median "
-            f"{np.median(branch_values['loss']['fresh']):.3g}), so the cause is in an earlier step.",
+            f"{median_outcome(branch_values['loss']['fresh']):.3g}), so the cause is in an earlier step.",
         )
     else:
         result = verdict(branch_values, found_harms, [*dict.fromkeys(row.name for row in rows if row.stands_out)])
@@ -199,6 +199,6 @@ def read_branches(points: Sequence[Any], step: int) -> dict[str, Any]:
 
 def _branch(name: str, values: Mapping[str, Any], found_harms: Sequence[Harm]) -> Branch:
     numbers = [values[metric].get(name) for metric in ("loss", "effect", "later")]
-    loss, effect, later = [None if number is None else float(np.median(number)) for number in numbers]
+    loss, effect, later = [None if number is None else median_outcome(number) for number in numbers]
     removed = found_harms[0].removed_share(name) if found_harms and name != "run" else None
     return Branch(name, len(values["loss"].get(name, [0])), loss, effect or 0.0, later, removed)

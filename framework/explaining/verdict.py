@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .trend import without_trend
+from .trend import Numbers, without_trend
 
 LEVEL = 0.05
 """Largest p-value, a rank among usual values or fresh batches, at which a value is unusually high."""
@@ -62,9 +62,10 @@ class Harm:
         Harm is log(1 + spreads above the usual value): on this scale a branch that only divides a divergence by ten
         has removed little of it.
         """
-        value = self.branches.get(branch, np.inf)
+        if branch not in self.branches:
+            return -np.inf
         # 1 − log(1 + spreads in the branch)/log(1 + spreads in the run)
-        return 1 - self._size(value) / self._size(self.run) if np.isfinite(value) else -np.inf
+        return 1 - self._size(self.branches[branch]) / self._size(self.run)
 
     def _size(self, value: float) -> float:
         return float(np.log1p(min(max(0.0, (value - self.usual) / self.spread), MAX_SPREADS)))
@@ -73,9 +74,31 @@ class Harm:
         """Return the share that a branch removes, less the share that repeating the same step removes."""
         return self.removed_share(branch) - max(0.0, self.removed_share("as_it_was"))
 
+    @property
+    def statement(self) -> str:
+        """The harm in words."""
+        return f"{self.words} {_as_text(self.run)}"
+
     def value_text(self, branch: str) -> str:
         """Return the value in a branch, as text."""
-        return f"{self.branches[branch]:.3g}"
+        return _as_text(self.branches[branch])
+
+
+def _as_text(value: float) -> str:
+    return f"{value:.3g}" if np.isfinite(value) else "not finite"
+
+
+def outcomes(values: float | Sequence[float]) -> Numbers:
+    """Return values with ∞ for each that is not finite: NaN, ∞ and −∞ are one outcome, the worst."""
+    numbers = np.atleast_1d(np.asarray(values, dtype=np.float64))
+    return np.where(np.isfinite(numbers), numbers, np.inf)
+
+
+def median_outcome(values: float | Sequence[float]) -> float:
+    """Return the median, ∞ if at least half of the values are not finite."""
+    numbers = np.sort(outcomes(values))
+    low, high = numbers[(len(numbers) - 1) // 2], numbers[len(numbers) // 2]
+    return float(low if low == high else (low + high) / 2)
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
@@ -87,9 +110,9 @@ def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def is_beyond(value: float, usual: Sequence[float]) -> bool:
-    """Return whether a value is above the usual ones by rank and by ``HARMFUL_SPREADS``; NaN counts as infinite."""
-    value = np.inf if np.isnan(value) else value
-    above = sum(not other < value for other in usual)
+    """Return whether a value is above the usual ones by rank and by ``HARMFUL_SPREADS``, or not finite unlike them."""
+    value = median_outcome(value)
+    above = int((outcomes(usual) >= value).sum())
     middle, spread = median_and_spread(usual)
     # p = (1 + usual values at least as high)/(usual values + 1)
     return (above + 1) / (len(usual) + 1) <= LEVEL and value > middle + HARMFUL_SPREADS * spread
@@ -103,7 +126,7 @@ def recent(values: Sequence[float]) -> list[float]:
 def is_damaged_before(branch_values: Mapping[str, Any], usual: Mapping[str, Sequence[float]]) -> bool:
     """Return whether the losses of fresh batches are already unusual at the state before the step."""
     fresh = branch_values["loss"].get("fresh", [])
-    return bool(fresh) and is_beyond(float(np.median(fresh)), recent(usual["loss"]))
+    return bool(fresh) and is_beyond(median_outcome(fresh), recent(usual["loss"]))
 
 
 def harms(
@@ -120,21 +143,23 @@ def harms(
         usual: the values of the earlier steps, of which the newest count; their effect is that on the next batch only.
         watched: the description of the watched quantity.
     """
-    own = {**own, "effect": branch_values["effect"].get("run", np.median(branch_values["effect"]["as_it_was"]))}
-    words = {"effect": "the losses of the next batches rise by", "loss": "the loss of the step is"}
+    effects = branch_values["effect"]
+    own = {**own, "effect": effects["run" if "run" in effects else "as_it_was"]}
+    verb = "rise by" if np.isfinite(median_outcome(own["effect"])) else "are"
+    words = {"effect": f"the losses of the next batches {verb}", "loss": "the loss of the step is"}
     words["size"] = f"the {watched} is"
     result = []
     for metric in [name for name in words if name in own and name in branch_values]:
-        run = np.inf if np.isnan(own[metric]) else float(own[metric])
-        earlier, fresh = recent(usual[metric]), branch_values[metric].get("fresh", [])
+        run, earlier = median_outcome(own[metric]), recent(usual[metric])
+        fresh = outcomes(branch_values[metric].get("fresh", []))
         middle, spread = median_and_spread(earlier)
         if metric == "size":  # weak evidence alone, so it has a stricter condition
-            is_bad = run > HARMFUL_RATIO * max([*earlier, *fresh])
+            is_bad = run > HARMFUL_RATIO * max([*outcomes(earlier), *fresh])
         else:
             is_bad = is_beyond(run, earlier) or (is_beyond(run, fresh) and run > middle + HARMFUL_SPREADS * spread)
         if is_bad:
-            medians = {name: float(np.median(value)) for name, value in branch_values[metric].items()}
-            by_chance = (sum(not other < run for other in fresh) + 1) / (len(fresh) + 1)
+            medians = {name: median_outcome(value) for name, value in branch_values[metric].items()}
+            by_chance = (int((fresh >= run).sum()) + 1) / (len(fresh) + 1)
             result.append(Harm(metric, words[metric], run, middle, medians, by_chance, spread or abs(middle) or 1.0))
     return sorted(result, key=lambda harm: (harm.usual - harm.run) / harm.spread)
 
@@ -154,7 +179,7 @@ def verdict(branch_values: Mapping[str, Any], bad: Sequence[Harm], rows: Sequenc
         return next((verdict for verdict in verdicts if verdict.cause is not None), verdicts[0])
     harm = bad[0]
     tried = ", ".join(f"{name.replace('_', ' ')} {harm.value_text(name)}" for name in harm.branches if name != "run")
-    sentence = f"Inconclusive: {harm.words} {harm.run:.3g}, and no branch removes half of that ({tried})."
+    sentence = f"Inconclusive: {harm.statement}, and no branch removes half of that ({tried})."
     return Verdict(None, sentence)
 
 
@@ -165,7 +190,7 @@ def _fault(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) ->
     return Verdict(
         "fault",
         f"Fault: one element of {name} (number {int(place)}) went from {old:.4g} to {new:.4g} in this step, far more "
-        f"than any other; {harm.words} {harm.run:.3g}, and {harm.value_text('element_restored')} after restoring it.",
+        f"than any other; {harm.statement}, and {harm.value_text('element_restored')} after restoring it.",
     )
 
 
@@ -173,11 +198,9 @@ def _not_repeated(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[s
     """Judge a harm that repeating the step does not reproduce: chance if its random draws differ, else inconclusive."""
     if harm.removed_share("as_it_was") < DECISIVE_SHARE:
         return None
-    again = branch_values["effect"]["as_it_was"]
-    numbers = (
-        f"{harm.words} {harm.run:.3g}, and {harm.value_text('as_it_was')} (the median of {len(again)}) when the step"
-    )
-    if max(again) > min(again):
+    again = outcomes(branch_values["effect"]["as_it_was"])
+    numbers = f"{harm.statement}, and {harm.value_text('as_it_was')} (the median of {len(again)}) when the step"
+    if again.max() > again.min():
         return Verdict("chance", f"Chance: {numbers} is repeated with other dropout masks.")
     sentence = f"Inconclusive: {numbers} is repeated from the same state, so the step itself is sound."
     return Verdict(None, sentence)
@@ -189,7 +212,7 @@ def _precision(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]
         return None
     layer = "layer_in_float32"
     where = f", and {harm.value_text(layer)} with that layer alone" if layer in harm.branches else ""
-    sentence = f"Precision: {harm.words} {harm.run:.3g}, {harm.value_text(name)} with everything in {name}{where}."
+    sentence = f"Precision: {harm.statement}, {harm.value_text(name)} with everything in {name}{where}."
     return Verdict("precision", sentence)
 
 
@@ -199,13 +222,16 @@ def precision_verdict(branch_values: Mapping[str, Any], bad: Sequence[Harm]) -> 
 
 
 def _written(branch_values: Mapping[str, Any], harm: Harm) -> Verdict | None:
-    """Judge a rise of the next losses that remains at a learning rate of 0, where the optimizer changes no weight."""
-    is_kept = "zero_rate" in harm.branches and harm.removed_share("zero_rate") < DECISIVE_SHARE
-    if not is_kept or harm.metric != "effect":
+    """Judge a rise of the next losses that remains at a learning rate of 0, where the optimizer changes no weight.
+
+    Losses that are not finite there show nothing: 0 times a gradient that is not finite is NaN.
+    """
+    is_measured = np.isfinite(harm.branches.get("zero_rate", np.inf))
+    if harm.metric != "effect" or not is_measured or harm.removed_share("zero_rate") >= DECISIVE_SHARE:
         return None
     return Verdict(
         None,
-        f"Inconclusive: {harm.words} {harm.run:.3g}, and {harm.value_text('zero_rate')} at a learning rate of 0, so "
+        f"Inconclusive: {harm.statement}, and {harm.value_text('zero_rate')} at a learning rate of 0, so "
         "something other than the optimizer's update changes weights in this step.",
     )
 
@@ -220,7 +246,7 @@ def _data(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> 
         names = f", and {harm.value_text('without_rows')} without {', '.join(rows)}"
     return Verdict(
         "data",
-        f"Data: {harm.words} {harm.run:.3g} on this batch, {harm.value_text('fresh')} on fresh ones (the median; as "
+        f"Data: {harm.statement} on this batch, {harm.value_text('fresh')} on fresh ones (the median; as "
         f"bad as this one: p = {harm.by_chance:.2g}){names}.",
     )
 
@@ -235,6 +261,6 @@ def _update(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -
     cause, words = UPDATE_BRANCHES[best]
     return Verdict(
         cause,
-        f"{cause.capitalize()}: {harm.words} {harm.run:.3g}, as on fresh batches ({harm.value_text('fresh')}), and "
+        f"{cause.capitalize()}: {harm.statement}, as on fresh batches ({harm.value_text('fresh')}), and "
         f"{harm.value_text(best)} {words}.",
     )

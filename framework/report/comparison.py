@@ -12,7 +12,7 @@ from .curves import ACCURACIES
 from .panels import matcher, no_match, run_labels
 from .record_scan import Scan, first_difference, scan
 from .run_index import FoundRun
-from .seeds import contrast, correct, groups_of, spread_of
+from .seeds import contrast, correct, groups_of, no_contrast, spread_of
 
 Row = dict[str, Any]
 # Compared parts of records, each with the entries that may differ between equivalent runs.
@@ -25,6 +25,8 @@ COMPARED: dict[str, Collection[str]] = {
     "environment": {"command"},
     "provenance": {"script", "started"},
 }
+
+BEST = "best "
 
 
 def differing_parts(records: Mapping[str, RunRecord]) -> list[Row]:
@@ -145,11 +147,26 @@ def _over_seeds(rows: Sequence[Row], sentences: list[str], *, last: bool) -> tup
     compared = [
         ({"number": name, "a": a, "b": b}, by_seed[name, a], by_seed[name, b]) for name in names for a, b in pairs
     ]
-    tests = [{**about, **contrast(a, b)} for about, a, b in compared]
+    uneven = [about for about, _, _ in compared if _is_uneven(about, groups)]
+    if uneven:
+        uneven_names = listed([*dict.fromkeys(about["number"] for about in uneven)])
+        sentences.append(f"Runs with more evaluations find better values by chance, so not tested: {uneven_names}.")
+    tests = [
+        {**about, **(no_contrast("unequal numbers of evaluations") if about in uneven else contrast(a, b))}
+        for about, a, b in compared
+    ]
     correct(tests)
     return [
         {"number": name, "group": group, **spread_of([*values.values()])} for (name, group), values in by_seed.items()
     ], tests
+
+
+def _is_uneven(about: Mapping[str, str], groups: Mapping[str, Mapping[int, Row]]) -> bool:
+    """Return whether a test compares best values of different numbers of evaluations."""
+    name = about["number"].removeprefix(BEST)
+    rows = [row for group in (about["a"], about["b"]) for row in groups[group].values() if row["state"] == "completed"]
+    counts = {row["metrics"][name]["points"] for row in rows if name in row["metrics"]}
+    return about["number"].startswith(BEST) and len(counts) > 1
 
 
 def _numbers(row: Row, *, last: bool) -> dict[str, float]:
@@ -159,4 +176,4 @@ def _numbers(row: Row, *, last: bool) -> dict[str, float]:
     metrics = row["metrics"].items()
     ends = {f"last {name}": metric["last"] for name, metric in metrics} if last else {}
     final = {} if last else {f"final {name}": value for name, value in row["final"].items()}
-    return final | ends | {f"best {name}": metric["best"] for name, metric in metrics if metric["best"] is not None}
+    return final | ends | {f"{BEST}{name}": metric["best"] for name, metric in metrics if metric["best"] is not None}

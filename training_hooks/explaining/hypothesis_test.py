@@ -19,7 +19,7 @@ from loopscope.training import eagerly
 from torch import Tensor
 
 from ..curvature import coming_batches, parts_in
-from .rows import outliers, repeated
+from .rows import exclude_shared_rows, outliers, repeated
 from .what_if import reset_optimizer
 from .wider_precision import Widened
 
@@ -42,7 +42,8 @@ class HypothesisTest(DebugInterventionHook):
     rolled back. The first unchanged branch trains on the run's own next batches, the others on later ones; each changed
     branch has the batches and the random numbers of an unchanged one, so that their difference is the effect of the
     change. So has a branch whose parameters are restored after every step: the rise of a loss is counted from there. If
-    the step of an event is given, all branches have the batches up to that step in common.
+    the step of an event is given, all branches have the batches up to that step in common, and further unchanged
+    branches have only ordinary batches: the spread of their rises is that of chance.
 
     * ``half_rate``, ``tenth_rate``, ``hundredth_rate``, ``tenfold_rate``: all learning rates times ½, 0.1, 0.01, 10
     * ``clipped``: gradients clipped at ``usual_norm``
@@ -71,12 +72,15 @@ class HypothesisTest(DebugInterventionHook):
     needs_next_batch = True
     metrics = f"""
         rise | mean of L − L of the branch with restored parameters, over steps 2, 3, … and the mean L of
-            {FIXED_BATCHES} fixed batches after the branch; with an event over its step (there: L − level) and those
+            {FIXED_BATCHES} further batches after the branch; with an event over its step (there: L − level) and those
             after it. Each is at most {LARGEST_RISE:.0f}·scale. A list with a value for each branch
             | (−∞, {LARGEST_RISE:.0f}·scale] | Compare a change with `unchanged`, value by value.
         level | mean L at the state before the branches, over all batches except the event's | (−∞, ∞)
             | Not finite: the state is damaged already.
         scale | mean size of these L | (0, ∞) | The unit of small effects.
+        ordinary | with an event, for each of the branches × steps batches of ordinary branches: (L − level at the
+            state before them)/(measured steps) + the rise of its branch from there − its mean over these branches
+            | (−∞, ∞) | Rises below the largest of these are chance.
         rows | positions of the rows of the event's batch that `without_rows` leaves out | a list
             | Empty: no row stands out, and another batch took its place.
     """
@@ -125,13 +129,15 @@ class HypothesisTest(DebugInterventionHook):
 
     def _measure(self, trials: "Trials", hypotheses: Sequence[Hypothesis]) -> Metrics:
         if not math.isfinite(trials.level):
-            return {"level": trials.level, "scale": trials.scale, "rise": {}, "rows": []}
+            return {"level": trials.level, "scale": trials.scale, "rise": {}, "rows": [], "ordinary": []}
         rises = {UNCHANGED: trials.rises(None)}
         for hypothesis in hypotheses:
             is_idle = hypothesis.widens and not trials.has_low_precision
             # Without numbers of 16 bits, float32 changes nothing.
             rises[hypothesis.name] = rises[UNCHANGED] if is_idle else trials.rises(hypothesis)
-        return {"level": trials.level, "scale": trials.scale, "rise": rises, "rows": trials.left_out_rows}
+        ordinary = trials.ordinary_rises()
+        values = {"level": trials.level, "scale": trials.scale, "rows": trials.left_out_rows}
+        return {**values, "rise": rises, "ordinary": ordinary}
 
 
 @dataclass(frozen=True)
@@ -140,10 +146,12 @@ class Batches:
 
     orders: Sequence[Sequence[Batch]]
     """The batches of each unchanged branch, in order."""
-    fixed: Sequence[Batch]
-    """The batches of the loss at the end of every branch."""
+    fixed: Sequence[Sequence[Batch]]
+    """The batches of the loss at the end of each branch, which would share their luck if they were the same."""
     spare: Sequence[Batch]
     """A batch for each branch, to take the place of that of the event."""
+    ordinary: Sequence[Sequence[Batch]]
+    """The batches of branches without the event, without rows of its batch; none without an event."""
 
 
 def planned_batches(
@@ -163,9 +171,17 @@ def planned_batches(
     else:
         coming = _with_halves(run_ctx.batch_data, coming)
     own = [*islice(coming, steps)]
-    fixed = [*islice(coming, FIXED_BATCHES)]
+    fixed = [[*islice(coming, FIXED_BATCHES)] for _ in range(branches)]
     orders = [own] + [[*own[:shared], *islice(coming, steps - shared)] for _ in range(branches - 1)]
-    return Batches(orders, fixed, [*islice(coming, branches)] if shared else [])
+    if not shared:
+        return Batches(orders, fixed, [], [])
+    spare = [*islice(coming, branches)]
+    count = branches * steps
+    candidates = [*islice(coming, 2 * count)]
+    others = exclude_shared_rows(own[shared - 1], candidates)
+    if len(others) < count:  # a small data set, in which batches share rows
+        others = candidates
+    return Batches(orders, fixed, spare, [others[place * steps : (place + 1) * steps] for place in range(branches)])
 
 
 def _with_first(first: Batch, coming: Iterator[Batch]) -> Iterator[Batch]:
@@ -206,7 +222,7 @@ class Trials:
         """Whether a forward pass computes in float16 or bfloat16."""
         mode = Widened()
         with mode:
-            self.model_ctx.compute_batch_loss(self._batches.fixed[0])
+            self.model_ctx.compute_batch_loss(self._batches.fixed[0][0])
         return mode.converted_count > 0
 
     def rises(self, hypothesis: Hypothesis | None) -> list[float]:
@@ -224,24 +240,55 @@ class Trials:
             # A batch that takes the place of the event counts from its loss before the branch.
             batch = self._batches.spare[place] if is_replaced else None
             references[self._event] = self.level if batch is None else float(self.model_ctx.compute_batch_loss(batch))
-        rises = [loss - reference for loss, reference in zip(losses, references, strict=True)]
+        rises = [self._limited(loss - reference) for loss, reference in zip(losses, references, strict=True)]
         rises = rises[self._event : -1] if self._event >= 0 else rises[1:]
+        return sum(rises) / len(rises)
+
+    def _limited(self, rise: float) -> float:
         highest = LARGEST_RISE * self.scale
-        limited = [min(value, highest) if math.isfinite(value) else highest for value in rises]
-        return sum(limited) / len(limited)
+        return min(rise, highest) if math.isfinite(rise) else highest
 
-    def _losses_of_all(self, hypothesis: Hypothesis | None, *, frozen: bool = False) -> list[list[float]]:
+    def ordinary_rises(self) -> list[float]:
+        """Return the rises that ordinary batches give by chance in the place of the event, one for each batch.
+
+        The batch of an event is one draw, which all branches share: its loss before the branches differs from the
+        level by luck, and the steps with it change the loss by luck. The mean change is not luck: if every step rises,
+        the event may be one of many.
+        """
+        orders = self._batches.ordinary
+        if not orders:
+            return []
+        starts = self._losses_of_all(None, orders, frozen=True)
+        rises = [
+            [self._limited(loss - start) for loss, start in zip(*pair, strict=True)][self._event : -1]
+            for pair in zip(self._losses_of_all(None, orders), starts, strict=True)
+        ]
+        means = [sum(values) / len(values) for values in rises]
+        middle, measured = sum(means) / len(means), len(rises[0])
+        return [
+            self._limited(start - self.level) / measured + mean - middle
+            for mean, losses in zip(means, starts, strict=True)
+            for start in losses[:-1]
+        ]
+
+    def _losses_of_all(
+        self, hypothesis: Hypothesis | None, orders: Sequence[Sequence[Batch]] = (), *, frozen: bool = False
+    ) -> list[list[float]]:
         """Return the losses of all branches with the change of a hypothesis, after one transfer to the host."""
-        places = range(len(self._batches.orders))
-        losses = torch.stack([self._losses(place, hypothesis, frozen=frozen) for place in places])
-        return losses.tolist()  # type: ignore[no-any-return]
+        losses = [
+            self._losses(place, batches, hypothesis, frozen=frozen)
+            for place, batches in enumerate(orders or self._batches.orders)
+        ]
+        return torch.stack(losses).tolist()  # type: ignore[no-any-return]
 
-    def _losses(self, place: int, hypothesis: Hypothesis | None, *, frozen: bool = False) -> Tensor:
+    def _losses(
+        self, place: int, order: Sequence[Batch], hypothesis: Hypothesis | None, *, frozen: bool = False
+    ) -> Tensor:
         """Return the loss of each step of a branch, before its update, and the mean of the fixed batches at its end.
 
         In a ``frozen`` branch the parameters are restored after every step.
         """
-        batches, model_ctx = list(self._batches.orders[place]), self.model_ctx
+        batches, model_ctx = list(order), self.model_ctx
         options = self._step_options(hypothesis)
         if hypothesis is not None and hypothesis.replaces_rows:
             batches[self._event] = self._without_rows(place)
@@ -259,7 +306,7 @@ class Trials:
                 losses.append(model_ctx.take_step(batch, passes=within(), **options).double())
                 overwrite(parameters, start)
             with within():
-                last = [model_ctx.compute_batch_loss(batch).double() for batch in self._batches.fixed]
+                last = [model_ctx.compute_batch_loss(batch).double() for batch in self._batches.fixed[place]]
         return torch.stack([*losses, torch.stack(last).mean()])
 
     def _step_options(self, hypothesis: Hypothesis | None) -> dict[str, Any]:
@@ -276,7 +323,7 @@ class Trials:
 
     def _measured_norm(self) -> float:
         """Return the median gradient norm on the fixed batches."""
-        return median(float(norm(self.model_ctx.compute_batch_gradients(batch))) for batch in self._batches.fixed)
+        return median(float(norm(self.model_ctx.compute_batch_gradients(batch))) for batch in self._batches.fixed[0])
 
     def _without_rows(self, place: int) -> Batch:
         """Return the event's batch without the rows that stand out, or another batch if none does."""
@@ -292,7 +339,7 @@ class Trials:
     def _rows_standing_out(self, batch: Batch) -> list[int]:
         if rows(batch) > MOST_MEASURED_ROWS:
             return []
-        others = self._batches.fixed
+        others = self._batches.fixed[0]
         measured, usual = self._measure_rows(batch), torch.cat([self._measure_rows(item) for item in others], dim=1)
         return sorted({*outliers(measured, usual), *repeated(batch, others)})
 

@@ -23,7 +23,7 @@ def outliers(own: Tensor, others: Tensor) -> list[int]:
         finite = other_values[other_values.isfinite()]
         if not len(finite):
             continue
-        if bool((finite > 0).all()) and bool((values > 0).all()):
+        if bool((finite > 0).all()) and bool((values[values.isfinite()] > 0).all()):
             values, finite = values.log(), finite.log()
         middle = finite.median()
         # 1.4826 times the median absolute deviation is the standard deviation of a normal distribution.

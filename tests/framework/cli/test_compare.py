@@ -133,6 +133,20 @@ def test_seeds_are_paired_and_all_tests_are_corrected(capsys) -> None:
     assert "Do groups differ? 6 tests" in output(capsys, "runs")
 
 
+def test_best_of_unequal_evaluations_is_not_tested(capsys) -> None:
+    """The best of more evaluations is better by chance; final and last values are still tested."""
+    for seed in range(3):
+        run(f"few/seed-{seed}", [2.0, 1.0 + seed], seed, strategy="few")
+        run(f"many/seed-{seed}", [2.0, 3.0, 0.5 + seed**2], seed, strategy="many")
+    compared = comparison(capsys, "runs")
+    tests = {test["number"]: test for test in compared["tests"]}
+    assert tests.pop(f"best {LOSS}")["remark"] == "unequal numbers of evaluations"
+    assert len(tests) == 1
+    assert all(test["p"] is not None for test in tests.values())
+    sentence = f"Runs with more evaluations find better values by chance, so not tested: best {LOSS}."
+    assert sentence in compared["sentences"]
+
+
 def test_docs_list_every_key(capsys) -> None:
     for seed in range(2):
         run(f"a{seed}", [1.0 + seed], seed)

@@ -1,5 +1,7 @@
 """The effects of changes against closed forms, and the laws of their errors and null."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from loopscope.doctor import ChangeTest, Diagnosis, Finding, History, diagnosis_with_tests, effect_of, trial_plans
@@ -8,6 +10,7 @@ from loopscope.doctor.effects import null_effects
 from loopscope.doctor.hypotheses import HYPOTHESES, hypotheses_of
 from loopscope.student_t import critical_t
 
+Luck = Callable[[np.random.Generator, int], np.ndarray]
 BY_NAME = {item.name: item for item in HYPOTHESES}
 
 
@@ -91,10 +94,118 @@ def test_specific_cause_outranks_smaller_steps():
     assert verdicts(change_tests(pair[1:], effects, 4)) == [True]
 
 
+@pytest.mark.parametrize(
+    ("ordinary", "confirms"),
+    [(None, None), ([], None), ([0.1 * place for place in range(-9, 10)], True), ([1.3, *[0.0] * 19], None)],
+)
+def test_event_must_exceed_ordinary_batches(ordinary, confirms):
+    """A rise as an ordinary batch gives it by chance, or without ordinary batches, decides nothing about an event."""
+    rises = [3.0, 3.1, 2.9, 3.0] if confirms else [1.0, 1.1, 0.9, 1.0]
+    effects = {"fresh_state": effect_of(rises, [0.1] * 4, 1.0, ordinary)}
+    assert verdicts(change_tests([BY_NAME["fresh_state"]], effects, 4, of_event=True)) == [confirms]
+
+
 def test_event_without_rise_decides_nothing():
     effects = {"half_rate": effect_of([-1.0, -1.1, -0.9, -1.0], [-9.0] * 4, 1.0)}
     assert verdicts(change_tests([BY_NAME["half_rate"]], effects, 4)) == [True]
     assert verdicts(change_tests([BY_NAME["half_rate"]], effects, 4, of_event=True)) == [None]
+
+
+def confirmed_events(count: int, luck: Luck, excess: float = 0.0) -> float:
+    """Return how often another batch in place of the event's is confirmed, if that has an excess loss in deviations.
+
+    All branches share the loss of the event's batch; the rises are means over its step and the two after it.
+    """
+    generator, confirmed = np.random.default_rng(0), 0
+    for _ in range(count):
+        unchanged = (luck(generator, 1) + excess + generator.normal(0, 0.6, 4)) / 3
+        changed, ordinary = generator.normal(0, 0.6, 4) / 3, (luck(generator, 20) + generator.normal(0, 0.3, 20)) / 3
+        effects = {"without_rows": effect_of(unchanged, changed, 5.0, ordinary)}
+        confirmed += verdicts(change_tests([BY_NAME["without_rows"]], effects, 4, of_event=True)) == [True]
+    return confirmed / count
+
+
+def normal(generator: np.random.Generator, size: int) -> np.ndarray:
+    return generator.normal(size=size)
+
+
+def skewed(generator: np.random.Generator, size: int) -> np.ndarray:
+    values = generator.lognormal(0, 1, size)
+    return (values - np.exp(0.5)) / np.sqrt((np.e - 1) * np.e)
+
+
+@pytest.mark.parametrize("luck", [normal, skewed])
+def test_ordinary_events_confirm_nothing(luck):
+    """Batches without an excess are events in at most 5 % of healthy trainings."""
+    assert confirmed_events(400, luck) <= 0.05
+
+
+@pytest.mark.parametrize(("luck", "excess", "power"), [(normal, 4.0, 0.8), (normal, 6.0, 0.97), (skewed, 6.0, 0.85)])
+def test_events_of_a_bad_batch_are_confirmed(luck, excess, power):
+    assert confirmed_events(200, luck, excess) >= power
+
+
+class NoisyDescent:
+    """Stochastic gradient descent with momentum on a quadratic loss of four weights, in branches as in the hook."""
+
+    def __init__(self, learning_rate: float, momentum: float, signal: float, seed: int) -> None:
+        self.learning_rate, self.momentum, self.signal = learning_rate, momentum, signal
+        self.generator = np.random.default_rng(seed)
+        self.weights, self.velocity = np.zeros(4), np.zeros(4)
+        for _ in range(40):
+            self.step(self.batch())
+
+    def batch(self) -> tuple[np.ndarray, np.ndarray]:
+        inputs = self.generator.normal(size=(8, 4))
+        return inputs, inputs.sum(1) * self.signal + self.generator.normal(size=8)
+
+    def loss(self, batch: tuple[np.ndarray, np.ndarray]) -> float:
+        return float(((batch[0] @ self.weights - batch[1]) ** 2).mean())
+
+    def step(self, batch: tuple[np.ndarray, np.ndarray], factor: float = 1.0) -> float:
+        loss, errors = self.loss(batch), batch[0] @ self.weights - batch[1]
+        self.velocity = self.momentum * self.velocity + 2 * errors @ batch[0] / 8
+        self.weights = self.weights - factor * self.learning_rate * self.velocity
+        return loss
+
+    def rise(self, batches: list, factor: float) -> float:
+        """Return the mean rise over ten steps and four further batches, and restore the state."""
+        start, references = (self.weights, self.velocity), [*map(self.loss, batches)]
+        losses = [*(self.step(batch, factor) for batch in batches[:10]), *map(self.loss, batches[10:])]
+        self.weights, self.velocity = start
+        rises = np.subtract(losses, references)
+        return float(np.mean([*rises[1:10], rises[10:].mean()]))
+
+    def confirms(self, name: str) -> bool | None:
+        orders, factor = [[self.batch() for _ in range(14)] for _ in range(4)], BY_NAME[name].rate_factor
+        unchanged, changed = ([self.rise(order, value) for order in orders] for value in (1.0, factor))
+        return verdicts(change_tests([BY_NAME[name]], {name: effect_of(unchanged, changed, 1.0)}, 4))[0]
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("learning_rate", [1e-5, 1e-3, 1e-2])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("name", ["half_rate", "tenth_rate", "hundredth_rate", "tenfold_rate"])
+def test_learning_rates_on_noise_confirm_nothing(name, momentum, learning_rate):
+    """On targets that are noise, a change of the learning rate is confirmed in at most 5 % of the trainings."""
+    trainings = [NoisyDescent(learning_rate, momentum, 0.0, seed) for seed in range(300)]
+    assert np.mean([item.confirms(name) is True for item in trainings]) <= 0.05
+
+
+@pytest.mark.parametrize(("learning_rate", "share"), [(1e-5, 0.9), (1e-4, 0.9), (0.02, 0.0)])
+def test_tenfold_rate_is_confirmed_where_it_is_low(learning_rate, share):
+    """The power is 90 % far below a useful learning rate; a healthy training is not told to increase it."""
+    trainings = [NoisyDescent(learning_rate, 0.0, 1.0, seed) for seed in range(40)]
+    confirmed = np.mean([item.confirms("tenfold_rate") is True for item in trainings])
+    assert confirmed >= share if share else confirmed <= 0.05
+
+
+def test_slower_fall_by_noise_confirms_nothing():
+    """The fall without the change has an error too."""
+    unchanged, changed = [-0.1, 0.1, -0.3, 0.2], [-0.3, -0.1, -0.5, 0.0]
+    assert effect_of(unchanged, changed, 1.0).is_decisive() is None
+    assert effect_of([-0.1] * 4, changed, 1.0).is_decisive() is None
+    assert effect_of([-0.1] * 4, [-0.31, -0.3, -0.32, -0.29], 1.0).is_decisive() is True
 
 
 def test_lost_training_refutes_no_learning_rate():

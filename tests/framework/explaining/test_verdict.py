@@ -57,6 +57,43 @@ def test_cause_is_the_branch_that_removes_harm(case, cause):
     assert result.sentence.startswith("Inconclusive:" if cause is None else cause.capitalize())
 
 
+NOT_FINITE = (math.nan, math.inf, -math.inf)
+BAD_STEP = ("run", "as_it_was", "half_rate", "zero_rate", "clipped", "fresh_state", "float32", "float64")
+
+
+def not_finite_step(outcome: float, repaired: dict[str, float]) -> dict:
+    """Return the effects of branches that are not finite, except those that are repaired."""
+    return {"fresh": [outcome] * 39, "without_rows": [outcome]} | dict.fromkeys(BAD_STEP, [outcome] * 5) | repaired
+
+
+@pytest.mark.parametrize("outcome", NOT_FINITE)
+@pytest.mark.parametrize(
+    ("repaired", "cause"),
+    [
+        ({"fresh": FRESH, "without_rows": [0.0]}, "data"),
+        ({"fresh": [*FRESH[1:], math.nan], "without_rows": [0.0]}, "data"),  # the row returns in the next epoch
+        ({"fresh_state": LOW}, "optimizer state"),
+        ({"half_rate": LOW, "zero_rate": LOW}, "step size"),
+        ({"float64": LOW}, "precision"),
+        ({"as_it_was": [math.nan, 0.0, 0.0, 0.0, 0.0]}, "chance"),
+        ({"zero_rate": [1.0]}, None),
+        ({}, None),
+    ],
+)
+def test_results_that_are_not_finite_are_one_outcome(outcome, repaired, cause):
+    """They neither count as evidence against an update, as 0 · NaN is NaN, nor hide the branches that are finite."""
+    result = judged(effects=not_finite_step(outcome, repaired))
+    assert result.cause == cause
+    assert "are not finite" in result.sentence
+    assert ("without row 7" in result.sentence) == (cause == "data")
+
+
+def test_bad_fresh_batch_is_no_earlier_damage():
+    """A row that is not finite in one fresh batch does not make the state before the step a damaged one."""
+    assert not is_damaged_before({"loss": {"fresh": [*[1.0] * 38, math.nan]}}, USUAL)
+    assert is_damaged_before({"loss": {"fresh": [math.nan] * 39}}, USUAL)
+
+
 def test_sentence_has_numbers_and_rows():
     result = judged(fresh=FRESH, effects={"without_rows": [0.05]})
     assert result.sentence.startswith("Data: the losses of the next batches rise by 2 on this batch, ")

@@ -55,9 +55,29 @@ def test_missing_and_nonfinite_values_are_counted() -> None:
     spread = spread_of(list(values.values()))
     assert (spread["count"], spread["remark"]) == (3, "1 missing, 2 not finite")
     assert spread["mean"] == pytest.approx(7 / 3)
-    result = contrast(values, by_seed([3.0, 2.5, 1.0, 1.0, 1.0]))
+    result = contrast(values, {0: 3.0, 1: 2.5, 2: math.inf, 4: 1.0})
     assert (result["test"], result["seeds"]) == ("paired t", "3 of 6")
     assert_same_test(result, stats.ttest_rel([1, 2, 4], [3, 2.5, 1]))
+
+
+@pytest.mark.parametrize("first", [1, 3, 4, 5])
+def test_partly_common_seeds_use_all_runs(first) -> None:
+    """Five runs each are not reduced to their common seeds, which could be two."""
+    a, b = GENERATOR.normal(0, 1, 5), GENERATOR.normal(3, 1, 5)
+    result = contrast(by_seed(a), by_seed(b, first))
+    assert (result["test"], result["seeds"]) == ("Welch t", "5 of 5, 5 of 5")
+    assert_same_test(result, stats.ttest_ind(a, b, equal_var=False))
+    result = contrast(by_seed(a), {**by_seed(b), 2: math.nan})
+    assert_same_test(result, stats.ttest_ind(a, np.delete(b, 2), equal_var=False))
+
+
+@pytest.mark.parametrize(("sigma", "low", "high"), [(0.0, 0.94, 0.96), (0.5, 0.91, 0.93), (1.0, 0.81, 0.85)])
+def test_interval_of_the_mean_covers_as_documented(sigma, low, high) -> None:
+    """Over five seeds: 95 % for normal values, and less for skewed ones, as the page states."""
+    draws = np.random.default_rng(3).normal(size=(4000, 5))
+    values, mean = (np.exp(sigma * draws), math.exp(sigma**2 / 2)) if sigma else (draws, 0.0)
+    spreads = [spread_of(row) for row in values.tolist()]
+    assert low <= np.mean([spread["low"] <= mean <= spread["high"] for spread in spreads]) <= high
 
 
 @pytest.mark.parametrize(

@@ -108,11 +108,26 @@ def test_event_counts_against_other_batches():
     """Without the bad row the loss of its step counts as usual."""
     rows = torch.zeros(60)
     rows[4] = 100.0
-    found = measured(task_of(rows, lr=0.1), step=3, event=3, steps=4, changes="without_rows,half_rate")["rise"]
+    values = measured(task_of(rows, lr=0.1), step=3, event=3, steps=4, changes="without_rows,half_rate")
+    found = values["rise"]
     assert min(found["unchanged"]) > 1
+    assert values["ordinary"] == pytest.approx([0.0] * 16)
+    assert effect_of(found["unchanged"], found["without_rows"], 1.0, values["ordinary"]).is_unusual
     effect = effect_of(found["unchanged"], found["without_rows"], 1.0)
     assert effect.is_decisive()
     assert not effect_of(found["unchanged"], found["half_rate"], 1.0).is_decisive(0.75)
+
+
+@pytest.mark.parametrize("count", [90, 12])
+def test_ordinary_rises_are_the_losses_of_other_batches(count):
+    """At a learning rate of 0 they are losses above the level, without that of the event."""
+    rows = torch.randn(count, generator=torch.Generator().manual_seed(5))
+    found = measured(task_of(rows, lr=0.0), step=1, event=2, steps=4, changes="half_rate")
+    losses = torch.tensor(found["ordinary"]) * 3 + found["level"]
+    possible = CURVATURE / 2 * (2.0 - torch.cat([rows[:1], rows[2:]]).double()) ** 2
+    assert len(losses) == 16
+    assert (losses[:, None] - possible).abs().min(1).values.max() < 1e-5
+    assert len({round(float(loss), 5) for loss in losses}) == min(16, count - 1)
 
 
 @pytest.mark.statistical

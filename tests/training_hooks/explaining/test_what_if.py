@@ -171,6 +171,13 @@ def test_outliers_exceed_all_other_rows():
     assert outliers(torch.full((2, 3), 2.05).double(), others) == []
 
 
+def test_row_that_is_not_finite_hides_no_scale():
+    """Positive values are compared by logarithms, also if another row is NaN."""
+    others = torch.tensor([[1.0, 10.0, 100.0, 1000.0]] * 2).double()
+    own = torch.tensor([[5000.0, torch.nan]] * 2).double()
+    assert outliers(own, others) == [1]
+
+
 def test_repeated_rows_need_unique_rows_elsewhere():
     batch = (torch.tensor([[1.0], [2.0], [1.0], [1.0]]), torch.tensor([0, 1, 0, 0]))
     single = (torch.arange(4.0)[:, None], torch.arange(4))
