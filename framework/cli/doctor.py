@@ -1,17 +1,16 @@
 """The command ``loopscope doctor RUN``: a diagnosis of a run, as text or JSON."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from operator import methodcaller
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ..console import watch
 from ..doctor import Diagnosis, Severity, diagnose, diagnosis_lines
 from ..errors import counted, listed, require
 from ..explaining import try_changes
 from ..report import inspect_run
-from ..runs import ATTACHED, RunRecord, Stretch, read_history, run_folders
+from ..runs import ATTACHED, RunRecord, read_history, run_folders
 from .output import Kept, Output, ReportedError, add_output_options
 from .parser import CommandParser, line_width
 from .recorded_run import RecordedRun
@@ -79,14 +78,10 @@ def _with_tests(folder: Path, diagnosis: Diagnosis, branches: int, steps: int, *
         )
         return replace(diagnosis, untested=[sentence])
 
-    def train_again(stretch: Stretch, hook: str, hook_options: Mapping[str, Any]) -> Path:
-        config = [f"{hook}.{name}={value}" for name, value in hook_options.items()]
-        session = run.session("none", [hook], config)
-        return Path(watch(session, "none" if as_json else "silent", methodcaller("rewind", stretch))[0])
-
     with user_errors(full_traceback=False):
         run = RecordedRun.read(folder)
         options: dict[str, Any] = {"branches": branches, "steps": steps, "left_out": [*run.record.treatments]}
+        train_again = partial(run.train_again, is_silent=as_json)
         return try_changes(train_again, folder, diagnosis, read_history(folder), **options)
 
 

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..console import watch
 from ..errors import UsageError
-from ..runs import ExperimentRunner, RunRecord, Session, check_device
+from ..runs import ExperimentRunner, RunRecord, Session, Stretch, check_device
 from ..training import torchrun_world_size
 from .options import Options, config_of, parse_recorded, run_options, wanted_sinks
 from .parser import NAMES, CommandParser
@@ -51,6 +53,15 @@ class RecordedRun:
             changed = {"with_hooks": with_hooks, "hooks": [*kept, *added], "hook_config": [*config, *hook_config]}
         options = recorded | changed
         return Session(self.runner, run_options(options), wanted_sinks(options))
+
+    def train_again(
+        self, stretch: Stretch, hook: str, hook_options: Mapping[str, Any], *, is_silent: bool = False
+    ) -> Path:
+        """Train a stretch again with one hook and a progress bar, and return the folder of its measurements."""
+        config = [f"{hook}.{name}={value}" for name, value in hook_options.items()]
+        label = f"steps {stretch.step:,} to {stretch.until:,}, {Path(stretch.name).name}"
+        session, rewind = self.session("none", [hook], config), methodcaller("rewind", stretch)
+        return Path(watch(session, "none" if is_silent else "silent", rewind, until=stretch.until, label=label)[0])
 
 
 def add_hook_options(parser: CommandParser, default: str) -> None:

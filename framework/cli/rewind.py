@@ -1,6 +1,7 @@
 """The command ``loopscope rewind``: repeats some steps of a run bit for bit, with any hooks."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def _train(session: Session, stretch: Stretch, runner: ExperimentRunner[Any], ou
     if not is_main_process():
         session.rewind(stretch)
         return
-    path, since, compared = watch(session, "none" if output.is_json else "normal", methodcaller("rewind", stretch))
+    mode: Mode = "none" if output.is_json else "normal"
+    path, since, compared = watch(session, mode, methodcaller("rewind", stretch), until=stretch.until)
     measured = ROWS_HOOK in session.options.hooks
     rows = rows_by_step(inspect_run(path).points, ROWS_HOOK, runner.describe_row) if measured else {}
     steps = range(stretch.step, min(stretch.until, stretch.step + MOST_STEPS - 1) + 1)
@@ -109,12 +111,7 @@ def _explain(run: RecordedRun, step: int, alert: Mapping[str, Any], output: Outp
     if alert and not output.is_json:
         write_line(f"Step {step:,}: {alert['sentence']}")
 
-    def train_again(stretch: Stretch, hook: str, hook_options: Mapping[str, Any]) -> Path:
-        config = [f"{hook}.{name}={value}" for name, value in hook_options.items()]
-        repeated = run.session("none", [hook], config)
-        mode: Mode = "none" if output.is_json else "silent"
-        return Path(watch(repeated, mode, methodcaller("rewind", stretch))[0])
-
+    train_again = partial(run.train_again, is_silent=output.is_json)
     outcome = read_outcome(folder)
     last = None if outcome is None else outcome["steps"] + (outcome["status"] not in TRAINED)
     require(last is None or step <= last, f"--step is {step:,}, but the last step of the run in {folder} is {last}.")

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from math import ceil
 from typing import Any, ClassVar, Literal
 
 from rich.console import Console, RenderableType
@@ -51,6 +52,8 @@ class RunConsole(Display):
         progress_metrics: full names of the metrics on the progress line, by label.
         compared_to: by final metric, the strategy from which the comparison shows the distance.
         recorded: whether a sink keeps all metrics.
+        until: the last step to train, if it is earlier than the end of the task.
+        label: the text before the progress bar, in place of the name of the run.
         warnings: the class of warnings to show; others are passed to the previous ``showwarning``.
         console: the output; by default standard output.
         clock: returns the time in seconds.
@@ -64,6 +67,8 @@ class RunConsole(Display):
         progress_metrics: Groups | None = None,
         compared_to: Mapping[str, str] | None = None,
         recorded: bool = False,
+        until: int | None = None,
+        label: str = "",
         warnings: type[Warning] = Warning,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -71,6 +76,7 @@ class RunConsole(Display):
         self.console = console or make_console()
         self._live_metrics = live_metrics or {}
         self._recorded, self._warnings = recorded, warnings
+        self._until, self._label = until, label
         self._compared_to = compared_to or {}
         self._clock = clock
         self._no_screen = mode == "live" and not supports_full_screen(self.console)
@@ -129,17 +135,22 @@ class RunConsole(Display):
         if self._mode == "none":
             return NoProgress()
         self._stop_progress()
+        shown_name = self._label or name
         view: View
         is_normal = self._prints_lines
         if self._live is not None:
             self._live.open()
             view = self._live
         elif self.console.is_jupyter or self.console.is_interactive:
-            view = BarView(self.console, name, transient=is_normal)
+            view = BarView(self.console, shown_name, transient=is_normal)
         else:
-            view = self._line_view = LineView(self.console, name, transient=is_normal, clock=self._clock)
+            view = self._line_view = LineView(self.console, shown_name, transient=is_normal, clock=self._clock)
         length, steps = 0 if run.is_endless else task.length, len(task.loader)
         steps_per_epoch, texts = steps if steps < ENDLESS else None, self._numbers.texts
+        if self._until is not None:
+            length = (
+                self._until if run.loop == "step" or steps_per_epoch is None else ceil(self._until / steps_per_epoch)
+            )
         self._progress = TrainingProgress(
             view, unit=run.loop, length=length, steps_per_epoch=steps_per_epoch, clock=self._clock, chosen=texts
         )
@@ -213,10 +224,18 @@ class RunConsole(Display):
                 self._print_now(notice.text(f" ({count} times)" if count > 1 else ""))
 
 
-def watch(session: Session, mode: Mode = "normal", run: Callable[[Session], Any] = Session.run) -> Any:
+def watch(
+    session: Session,
+    mode: Mode = "normal",
+    run: Callable[[Session], Any] = Session.run,
+    *,
+    until: int | None = None,
+    label: str = "",
+) -> Any:
     """Run a session with a display, and return the result of ``run``, by default its summaries.
 
-    The display replaces that of the session; its sinks are added to those of the session.
+    The display replaces that of the session; its sinks are added to those of the session. ``until`` and ``label`` are
+    those of :class:`RunConsole`.
     """
     runner = session.runner
 
@@ -229,6 +248,8 @@ def watch(session: Session, mode: Mode = "normal", run: Callable[[Session], Any]
         progress_metrics=runner.progress_metrics,
         compared_to=runner.compared_to,
         recorded=any(isinstance(sink, RecordSink) or sink.includes for sink in make_sinks()),
+        until=until,
+        label=label,
     )
 
     def all_sinks() -> list[MetricSink]:

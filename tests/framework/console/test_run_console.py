@@ -120,6 +120,17 @@ def test_silent_mode_shows_progress_and_final_warnings(terminal):
     assert [sink.name for sink in shown.sinks()] == ["alerts"]
 
 
+def test_progress_of_a_stretch_ends_at_its_last_step():
+    console, now = captured(terminal=False), [0.0]
+    with RunConsole("silent", console=console, clock=lambda: now[0], until=10, label="steps 6 to 10") as shown:
+        task, state = build(Case(loop="step"), steps=40)
+        progress = shown.strategy_started(run_info(Path("out"), loop="step"), task, [])
+        for state.loop.step in range(1, 11):
+            now[0] += 1.0
+            progress.step(state.loop)
+    assert console.file.getvalue().splitlines()[-1].startswith("steps 6 to 10: 100%, step 10/10, ")
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_mode_none_prints_nothing(terminal):
     text, shown = session("none", terminal=terminal)
