@@ -61,7 +61,8 @@ def read_tensors(source: Path | BinaryIO, *, mapped: bool = False) -> Any:
     Warnings are ignored, so that errors depend only on the bytes and not on Python's warning filters. ``mapped``
     tensors are read from the disk when they are used.
     """
-    with library_warnings_ignored():
+    # Without ``bytes``, torch writes an empty value and then refuses to read it.
+    with library_warnings_ignored(), torch.serialization.safe_globals([bytes]):
         return torch.load(source, weights_only=True, map_location="cpu", mmap=mapped)
 
 

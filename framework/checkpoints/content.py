@@ -14,11 +14,13 @@ from ..engine import HookManager
 from ..errors import UsageError, require
 from ..isolation import Call
 from ..registry import qualified
-from ..state import ATOMS, StreamState, TrainingState, seed_everything
+from ..state import ATOMS, STORED_DICTS, StreamState, TrainingState, seed_everything
 from ..training import Ranks
 from .format import FRESH_STREAMS, Checkpoint, open_checkpoint, write_checkpoint
 from .writer import Staging
 
+MAX_BITS = 2000
+"""Larger integers are stored as well, but torch refuses to read them from about 2040 bits on."""
 KEYS = {"state", "pre_epoch", "hooks", "metrics", "samples", "errors", "left_out"}
 
 
@@ -73,14 +75,21 @@ def read_content(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: 
 
 def unstorable_values(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested content, by name, that can be loaded only by executing code from the file."""
-    if isinstance(content, Mapping):
+    kind = type(content)
+    if kind in STORED_DICTS:
         for key, item in content.items():
             yield from unstorable_values(item, f"{name}/{key}" if name else str(key))
-    elif type(content) in (list, tuple, set):
+            if type(key) is not str:
+                yield from unstorable_values(key, f"a key of {name}")
+    elif kind in (list, tuple, set):
         for index, item in enumerate(content):
             yield from unstorable_values(item, f"{name}/{index}")
-    elif not isinstance(content, Tensor) and type(content) not in ATOMS and not _is_loadable(content):
+    elif not isinstance(content, Tensor) and not _is_plain(content) and not _is_loadable(content):
         yield name, content
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in ATOMS and (type(value) is not int or value.bit_length() <= MAX_BITS)
 
 
 def storage_errors(content: Any) -> list[str]:

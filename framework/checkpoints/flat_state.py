@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..durable_files import read_tensors, write_tensors
 from ..errors import UsageError, listed, require
+from ..state import STORED_DICTS, dict_like
 from ..tensors import in_bytes, is_sharded, laid_out_like, unsharded
 from ..training import Ranks
 
@@ -62,8 +63,8 @@ def map_tensors(value: Any, replace: Callable[[Keys, Tensor], Any], path: Keys =
     """Return nested content with ``replace(path, tensor)`` in place of each tensor."""
     if isinstance(value, Tensor):
         return replace(path, value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(item, replace, (*path, str(key))) for key, item in value.items()}
+    if type(value) in STORED_DICTS:
+        return dict_like(value, [map_tensors(item, replace, (*path, str(key))) for key, item in value.items()])
     if type(value) in (list, tuple):
         return type(value)(map_tensors(item, replace, (*path, str(index))) for index, item in enumerate(value))
     return value

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..state import ATOMS
+from ..state import ATOMS, STORED_DICTS, dict_like
 from ..tensors import completed, dtensor_class, is_sharded, local_shards
 from ..training import Ranks
 from .format import Checkpoint, checkpoint_name, intact_checkpoints, remove_leftovers, set_aside, write_checkpoint
@@ -47,8 +47,10 @@ class Staging:
         kind = type(value)
         if kind in ATOMS:
             return value
-        if kind is dict or isinstance(value, Mapping):
+        if kind is dict:
             return {name: self._copied(item) for name, item in value.items()}
+        if kind in STORED_DICTS:
+            return dict_like(value, [self._copied(item) for item in value.values()])
         if kind in (list, tuple, set):
             return kind([self._copied(item) for item in value])
         if not isinstance(value, Tensor):

@@ -172,7 +172,7 @@ class Tripwire:
                 is_same = (has_equal_attributes or same_values(previous[0], rest[0])) and rest[1:] == previous[1:]
             except Exception:  # the comparison of two different tensors may raise
                 is_same = False
-            changes = [] if is_same and not any(self.watch.empty) else self._changes_of_rest(rest)
+            changes = [] if is_same and not any(self.watch.empty_views) else self._changes_of_rest(rest)
         except Exception as error:
             raise unreadable_state(culprit, error) from error
         if changes:
@@ -269,7 +269,7 @@ class Tripwire:
         if not self._moved_with_equal_bytes(previous[-1], now[-1]):
             changes += self._differing_tensors(previous[-1], now[-1], attribute_tensors)
         changes += [] if changes else self._named(_different(attribute_tensors, previous[-2], now[-2]))
-        return changes + [watch.place([container], (), self._state.names()) for container in watch.empty if container]
+        return changes + [watch.place([container], (), self._state.names()) for container in watch.no_longer_empty()]
 
     def _moved_with_equal_bytes(self, previous: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
         """Return whether tensors only have other memory, with equal recorded bytes, which no other tensor shared.

@@ -16,9 +16,11 @@ from ..state import (
     Watched,
     contents_of,
     has_contents,
+    keys_of,
     nested,
     short_name,
     tensors_of,
+    values_of,
 )
 from ..tensors import addresses, is_sharded, pointer_and_bits
 
@@ -45,14 +47,7 @@ class WatchList:
         self._owners |= {id(space): name for name, part in watched for space, _ in part.named_attributes}
         tables = [table for _, part in watched for table in part.tables]
         containers = [container for _, part in watched for container in part.containers]
-        self.empty = [container for container in (*tables, *containers) if not container]
-        # One C call adds their values to the flat list, without a type check of each.
-        self.pure = [table for table in tables if table and all(isinstance(item, Tensor) for item in table.values())]
-        pure = {*map(id, self.pure)}
-        self.mixed = [table for table in tables if table and id(table) not in pure]
-        self.attributes = [container for container in containers if container]
-        self.pure_views, self.mixed_views = _value_views(self.pure), _value_views(self.mixed)
-        self._attribute_views = _value_views(self.attributes)
+        self._list_containers(tables, containers)
         entries = [entry for _, part in watched for entry in part.named_attributes]
         self._spaces, self._getters = [space for space, _ in entries], [itemgetter(*keys) for _, keys in entries]
         self._attribute_keys = [(space, key) for space, keys in entries for key in keys]
@@ -67,7 +62,7 @@ class WatchList:
         self.getters = [part.getters for part in self.getter_parts]
         spaces = [(space, part) for part in watched_parts for space in part.spaces]
         self._value_spaces, self._space_parts = [space for space, _ in spaces], [part for _, part in spaces]
-        self._space_views = _value_views(self._value_spaces)
+        self._space_views = [*map(values_of, self._value_spaces)]
         self._space_kinds: tuple[type, ...] = ()
         self._space_containers: list[int] = []
         self._get_sequences: Callable[[Any], tuple[Any, ...]] | None = None
@@ -91,6 +86,24 @@ class WatchList:
         # An assignment to ``.data`` increments no version counter and shows only as another pointer, or as another lazy
         # bit. Of a real model only parameters and buffers can be checked for these bits at a bearable cost.
         self.read_pointer: Callable[[Tensor], Any] = pointer_and_bits if is_complex else Tensor.data_ptr
+
+    def _list_containers(self, tables: list[dict[Any, Any]], containers: list[Any]) -> None:
+        self._empty = [container for container in (*tables, *containers) if not values_of(container)]
+        self.empty_views = [*map(values_of, self._empty)]
+        # One C call adds their values to the flat list, without a type check of each.
+        empty = {*map(id, self._empty)}
+        self.attributes = [container for container in containers if id(container) not in empty]
+        filled = [table for table in tables if id(table) not in empty]
+        self.pure = [table for table in filled if all(isinstance(item, Tensor) for item in values_of(table))]
+        pure = {*map(id, self.pure)}
+        self.mixed = [table for table in filled if id(table) not in pure]
+        # A view shows the current values, so it is created once and read at every sweep.
+        groups = (self.pure, self.mixed, self.attributes)
+        self.pure_views, self.mixed_views, self._attribute_views = [[*map(values_of, group)] for group in groups]
+
+    def no_longer_empty(self) -> list[Any]:
+        """Return the containers that were empty when this list was built, and are not now."""
+        return [container for container, view in zip(self._empty, self.empty_views, strict=True) if view]
 
     def has_equal_keys(self) -> bool:
         """Return whether all parts still have the containers of this list, after refreshing parts whose key differs."""
@@ -170,7 +183,7 @@ class WatchList:
 
     def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
         """Return whether this list is valid for a sweep; attributes may hold other plain values and tensors now."""
-        if any(self.empty):
+        if any(self.empty_views):
             return False
         if addresses(tensors) != self.tensor_addresses or addresses(others) != self.other_addresses:
             return False
@@ -231,19 +244,21 @@ class WatchList:
         """Name the first item at which containers differ from their former values, given as one flat tuple."""
         sizes = [len(self._keys[id(container)]) for container in containers]
         if sum(sizes) != len(previous):  # containers of plain values may have grown since this list was built
-            sizes = [*map(len, containers)]
+            sizes = [len(values_of(container)) for container in containers]
         position = 0
         for container, size in zip(containers, sizes, strict=True):
             former, position = previous[position : position + size], position + size
-            keys = self._keys[id(container)]
+            keys, now = self._keys[id(container)], (*values_of(container),)
+            if same_values(former, now):
+                continue
             if not isinstance(container, dict):
-                if not same_values(former, (*container,)):
-                    return self.name(container, names)
-            elif not same_values(former, (*container.values(),)):
-                key = _changed_key(dict(zip(keys if len(keys) == size else container, former, strict=False)), container)
-                # keys of an optimizer's state are parameters, whose text would be their values
-                known = names.get(id(key)) if isinstance(key, Tensor) else None
-                return f"{self.name(container, names)}.{known or short_name(key)}"
+                return self.name(container, names)
+            present = dict(zip(keys_of(container), now, strict=True))
+            key = _changed_key(dict(zip(keys if len(keys) == size else present, former, strict=False)), present)
+            # keys of an optimizer's state are parameters, whose text would be their values
+            known = names.get(id(key), "") if isinstance(key, Tensor) else ""
+            label = known if known.startswith("parameters/") else short_name(key)
+            return f"{self.name(container, names)}.{label}"
         return "a container"
 
 
@@ -302,7 +317,7 @@ def _contents_of_each(contents: Sequence[Any], kinds: Sequence[type] | None) -> 
 def _keys_by_container(containers: list[Any]) -> dict[int, tuple[Any, ...]]:
     """Return the keys of dicts and the indices of other containers, to name items that are missing later."""
     return {
-        id(container): (*(container if isinstance(container, dict) else range(len(container))),)
+        id(container): (*(keys_of(container) if isinstance(container, dict) else range(len(values_of(container)))),)
         for container in containers
     }
 
@@ -317,11 +332,6 @@ def _changed_key(previous: dict[Any, Any], now: dict[Any, Any]) -> Any:
 def _first_difference(previous: Sequence[Any], now: Sequence[Any]) -> int:
     pairs = enumerate(zip(previous, now, strict=False))
     return next((i for i, (old, new) in pairs if not same_value(old, new)), min(len(previous), len(now)))
-
-
-def _value_views(containers: list[Any]) -> list[Any]:
-    # The view of a dict shows its current values, so it is created once and read at every sweep.
-    return [container.values() if isinstance(container, dict) else container for container in containers]
 
 
 def _containers(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """The training state: everything the rest of a run depends on, with its generators and settings."""
 
+from .containers import STORED_DICTS, dict_like, keys_of, values_of
 from .contents import contents_of, has_contents
 from .digest import described
 from .digest import digest as digest_of
@@ -19,10 +20,11 @@ from .training_state import EXTRAS, TrainingState, differing, without_on_demand
 from .update_parts import optimizers_of, reachable_from_modules
 
 __all__ = [
-    "ATOMS", "EXTRAS", "MODE_COUNTERS", "NODE_HOOKS", "FullSharding", "InternalFunction", "InternalHook", "LoopState",
-    "ModuleOrGroup", "Part", "RandomStreams", "StreamState", "Structure", "TrainingState", "Transient", "Watched",
-    "betas_of", "contents_of", "copy_of_batch", "described", "described_tensor", "deterministic", "differing",
-    "digest_of", "entered_modes", "explain_nondeterminism", "has_contents", "hook_contents", "learning_rate_of",
-    "leave_modes", "nested", "number_or", "optimizers_of", "reachable_from_modules", "rounds_stochastically",
-    "seed_everything", "settings", "short_name", "split_groups", "tensors_of", "visited", "without_on_demand",
+    "ATOMS", "EXTRAS", "MODE_COUNTERS", "NODE_HOOKS", "STORED_DICTS", "FullSharding", "InternalFunction",
+    "InternalHook", "LoopState", "ModuleOrGroup", "Part", "RandomStreams", "StreamState", "Structure",
+    "TrainingState", "Transient", "Watched", "betas_of", "contents_of", "copy_of_batch", "described",
+    "described_tensor", "deterministic", "dict_like", "differing", "digest_of", "entered_modes",
+    "explain_nondeterminism", "has_contents", "hook_contents", "keys_of", "learning_rate_of", "leave_modes", "nested",
+    "number_or", "optimizers_of", "reachable_from_modules", "rounds_stochastically", "seed_everything", "settings",
+    "short_name", "split_groups", "tensors_of", "values_of", "visited", "without_on_demand",
 ]

@@ -6,7 +6,7 @@ checkpoints use the plain form of an attribute; reading it executes no code.
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
-from enum import Enum
+from enum import Enum, Flag
 from itertools import count
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..registry import qualified
+from .containers import MUTABLE_CONTAINERS, keys_of, refill, values_of
 from .digest import described
 from .objects import (
     ABSENT,
@@ -41,7 +42,6 @@ _BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
     **{kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size, dict, OrderedDict, Counter)},
     "deque": _deque_of,
 }
-_MUTABLE = (dict, list, set, deque)
 MAX_DEPTH = 100
 """Maximum depth of a walk; deeper objects count as out of reach."""
 # nn.Module stores parameters, buffers and children in these dicts, and looks them up in __getattr__.
@@ -93,12 +93,12 @@ class PlainForms:
 
     def _form_of_new(self, value: Any) -> Any:
         if isinstance(value, (tuple, frozenset)):  # never numbered: equal constants may or may not be the same object
-            return {type(value).__name__: self._forms_of_items(value)}
-        if isinstance(value, Enum):
-            return {"enum": qualified(type(value)), "member": value.name}
+            return {type(value).__name__: self._forms_of_items(value)} | self._forms_beside_content(value)
+        if isinstance(value, Enum):  # a combination of flags has no name
+            return {"enum": qualified(type(value)), "member": value.value if isinstance(value, Flag) else value.name}
         if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.itemsize <= 8:
             return {"numpy": value.dtype.str, "value": value.item()}
-        if not isinstance(value, (Tensor, nn.Module, *_MUTABLE)) and attributes_of(value) is None:
+        if not isinstance(value, (Tensor, nn.Module, *MUTABLE_CONTAINERS)) and attributes_of(value) is None:
             if native_of(value) is None:
                 return self._form_of_code(value)
             self._names[id(value)] = next(self._numbers)
@@ -106,11 +106,8 @@ class PlainForms:
         self._names[id(value)] = next(self._numbers)
         if isinstance(value, Tensor):
             return {"parameter": value} if isinstance(value, nn.Parameter) else value
-        if isinstance(value, _MUTABLE):
-            extra = instance_attributes(value)  # an OrderedDict has a __dict__, which is usually empty
-            return {type(value).__name__: self._forms_of_content(value)} | (
-                {"attributes": self.forms_of(extra)} if extra else {}
-            )
+        if isinstance(value, MUTABLE_CONTAINERS):
+            return {type(value).__name__: self._forms_of_content(value)} | self._forms_beside_content(value)
         return {"object": qualified(type(value)), "attributes": self.forms_of(_object_attributes(value))}
 
     def _form_of_code(self, value: Any) -> Any:
@@ -119,15 +116,22 @@ class PlainForms:
         references = [self.form_of(item) for item in referenced_objects(value)]
         return {"code": described(value)} | ({"holds": references} if references else {})
 
+    def _forms_beside_content(self, value: Any) -> dict[str, Any]:
+        """Return the attributes of a container of a subclass; an OrderedDict has a ``__dict__``, usually empty."""
+        extra = instance_attributes(value)
+        return {"attributes": self.forms_of(extra)} if extra else {}
+
     def _forms_of_content(self, value: Any) -> list[Any]:
         if isinstance(value, dict):
-            return [[self.form_of(key), self.form_of(item)] for key, item in value.items()]
+            pairs = zip(keys_of(value), values_of(value), strict=True)
+            return [[self.form_of(key), self.form_of(item)] for key, item in pairs]
         return ([value.maxlen] if isinstance(value, deque) else []) + self._forms_of_items(value)
 
     def _forms_of_items(self, value: Any) -> list[Any]:
         """Return the forms of a container's items; those of a set are sorted, since its order differs by process."""
         # Strings hash differently in every process, unless PYTHONHASHSEED is set.
-        in_order = sorted(value, key=described) if isinstance(value, (set, frozenset)) else value
+        items = values_of(value)
+        in_order = sorted(items, key=described) if isinstance(value, (set, frozenset)) else items
         return [self.form_of(item) for item in in_order]
 
 
@@ -176,7 +180,8 @@ class FromPlainForms:
             tensor = self._tensor(content, present)
             return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, content.requires_grad)
         if kind == "enum":
-            return type(_of_kind(present, content))[form["member"]]
+            kind_of_enum = type(_of_kind(present, content))
+            return kind_of_enum(form["member"]) if issubclass(kind_of_enum, Flag) else kind_of_enum[form["member"]]
         if kind in ("object", "native"):
             return self._object(content, form, present)
         return self._container(kind, form, present)
@@ -214,7 +219,7 @@ class FromPlainForms:
         """Return the present object if it is equal, otherwise a new one: the present one may be shared."""
         previous = {name: getattr(present, name) for name in table}
         restored = {
-            name: self.value_of(form, None if isinstance(previous[name], _MUTABLE) else previous[name])
+            name: self.value_of(form, None if isinstance(previous[name], MUTABLE_CONTAINERS) else previous[name])
             for name, form in table.items()
         }
         if described(restored) == described(previous):
@@ -234,16 +239,20 @@ class FromPlainForms:
             raise ValueError(f"the rebuilt model has no {kind} where the stored one has")
         if isinstance(present, (tuple, frozenset)) or kind in ("tuple", "frozenset", "Size"):
             items = self.values_of(content, present)
-            named = isinstance(present, tuple) and hasattr(present, "_fields")
-            return type(present)(*items) if named else _BUILDERS[kind](items)
-        number, content, head = next(self._numbers), content[kind == "deque" :], content[: kind == "deque"]
-        if present is None or (head and present.maxlen != head[0]):
+            made = _BUILDERS[kind](items) if kind in _BUILDERS else _immutable_of(type(present), items)
+            self._restore_beside_content(made, form, present)
+            return made
+        number, is_deque = next(self._numbers), kind == "deque" or isinstance(present, deque)
+        content, head = content[is_deque:], content[:is_deque]
+        if present is None:
             present = _BUILDERS[kind](head)
+        elif is_deque and present.maxlen != head[0]:
+            deque.__init__(present, (), head[0])
         self._objects[number] = present
         self._filled.add(id(present))
         if isinstance(present, dict):
-            previous = {**present}
-            code = {described(key): key for key in present if is_code(key)}
+            previous = dict(zip(keys_of(present), values_of(present), strict=True))
+            code = {described(key): key for key in previous if is_code(key)}
             keys = [
                 self.value_of(key, code.get(key["code"]) if _is_form_of_code(key) else ABSENT) for key, _ in content
             ]
@@ -251,13 +260,19 @@ class FromPlainForms:
             refill(present, keys, [self._required_value_of(form, previous.get(key)) for key, (_, form) in pairs])
         else:
             refill(present, (), self.values_of(content, present))
-        if "attributes" in form:
-            self.restore_attributes(vars(present), form["attributes"], [*vars(present)])
+        self._restore_beside_content(present, form, present)
         return present
+
+    def _restore_beside_content(self, target: Any, form: Mapping[str, Any], present: Any) -> None:
+        """Restore the attributes of a container of a subclass, given those of the present one."""
+        space = instance_attributes(present)
+        if space is not None:
+            self.restore_attributes(space, form.get("attributes", {}), [*space])
+            write_attributes(target, space)
 
     def values_of(self, forms: list[Any], present: Any) -> list[Any]:
         """Return the values of forms; ``present`` contains the current values in their places."""
-        present_items = [*present] if isinstance(present, (list, tuple, deque)) else []
+        present_items = [*values_of(present)] if isinstance(present, (list, tuple, deque)) else []
         present_items += [ABSENT] * (len(forms) - len(present_items))
         return [self._required_value_of(form, item) for form, item in zip(forms, present_items, strict=False)]
 
@@ -265,6 +280,13 @@ class FromPlainForms:
         if (value := self.value_of(form, present)) is ABSENT:
             raise ValueError(f"the rebuilt model lacks {form['code']} where the stored one has it")
         return value
+
+
+def _immutable_of(kind: Any, items: list[Any]) -> Any:
+    """Return a tuple or frozenset of a subclass without calling its constructor, which may take other arguments."""
+    if hasattr(kind, "n_sequence_fields"):  # a named tuple of C code, such as torch.return_types
+        return kind(items)
+    return (tuple if issubclass(kind, tuple) else frozenset).__new__(kind, items)
 
 
 def _is_form_of_code(form: Any) -> bool:
@@ -276,17 +298,6 @@ def _of_kind(present: Any, name: str) -> Any:
     if qualified(type(present)) != name:
         raise ValueError(f"the rebuilt model has a {qualified(type(present))} where the stored one has a {name}")
     return present
-
-
-def refill(container: Any, keys: Collection[Any], values: Collection[Any]) -> None:
-    """Replace the contents of a dict by keys and values, of another mutable container by values."""
-    container.clear()
-    if isinstance(container, dict):
-        container.update(zip(keys, values, strict=True))
-    elif isinstance(container, set):
-        container.update(values)
-    else:
-        container.extend(values)
 
 
 def _object_attributes(value: Any) -> dict[str, Any]:

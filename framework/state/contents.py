@@ -1,15 +1,14 @@
 """The contents of containers of plain values, which show what was written into a container in place."""
 
-from collections import deque
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .containers import MUTABLE_CONTAINERS, keys_of, values_of
 from .objects import kind_of
 
-CONTAINERS = (dict, list, tuple, set, deque)
 MAX_DEPTH = 8
 """Depth of nested containers that are read."""
 
@@ -18,7 +17,7 @@ def contents_of(value: Any, depth: int = 0) -> Any:
     """Return plain tuples that are equal while a container holds equal values, or a tensor has the same version."""
     if isinstance(value, Tensor):
         return _version(value)
-    items = (*value, *value.values()) if isinstance(value, dict) else (*value,)
+    items = (*(keys_of(value) if isinstance(value, dict) else ()), *values_of(value))
     # The types, since the list [1] equals [True] and [1.0].
     kinds = (*map(type, items),)
     if depth == MAX_DEPTH or not any(map(has_contents, {*kinds})):
@@ -29,7 +28,7 @@ def contents_of(value: Any, depth: int = 0) -> Any:
 @cache
 def has_contents(kind: Any) -> bool:
     """Return whether values of a type can be written to in place, or contain such values."""
-    return issubclass(kind, (*CONTAINERS, Tensor)) and kind is not torch.Size
+    return issubclass(kind, (*MUTABLE_CONTAINERS, tuple, Tensor)) and kind is not torch.Size
 
 
 def _version(tensor: Tensor) -> int:

@@ -1,5 +1,6 @@
 """Contents of user-defined Python objects: attributes, slots and closures, and which states are out of reach."""
 
+import ctypes
 import gc
 import logging
 import random
@@ -7,7 +8,8 @@ import re
 import threading
 import weakref
 from abc import ABC
-from collections import deque
+from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta, tzinfo
@@ -35,6 +37,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+from .containers import CONTAINERS
 
 
 class Native(NamedTuple):
@@ -71,12 +75,20 @@ def _with_arrays(state: Any, now: Any) -> Any:
     return np.array(state, now.dtype) if isinstance(now, np.ndarray) else state
 
 
-def _read_bits(generator: np.random.Generator) -> Any:
-    return _without_arrays(generator.bit_generator.state)
+def _read_bits(bits: Any) -> Any:
+    return _without_arrays(bits.state)
 
 
-def _write_bits(generator: Any, saved: Any) -> None:
-    generator.bit_generator.state = _with_arrays(saved, generator.bit_generator.state)
+def _write_bits(bits: Any, saved: Any) -> None:
+    bits.state = _with_arrays(saved, bits.state)
+
+
+def _read_generator(generator: np.random.Generator) -> Any:
+    return _read_bits(generator.bit_generator)
+
+
+def _write_generator(generator: np.random.Generator, saved: Any) -> None:
+    _write_bits(generator.bit_generator, saved)
 
 
 def _read_random_state(generator: np.random.RandomState) -> Any:
@@ -99,14 +111,35 @@ def _write_bytes(value: bytearray, saved: bytes) -> None:
     value[:] = saved
 
 
+def _write_numbers(value: "array[Any]", saved: bytes) -> None:
+    if len(value) * value.itemsize != len(saved):
+        del value[:]
+        value.frombytes(saved)
+    _write_memory(value, saved)
+
+
+def _read_memory(value: Any) -> bytes:
+    return memoryview(value).tobytes()
+
+
+def _write_memory(value: Any, saved: bytes) -> None:
+    view = memoryview(value)
+    if not view.readonly and saved:  # an empty view cannot be cast
+        view.cast("B")[:] = saved
+
+
 _KINDS: dict[type, Native] = {
     np.ndarray: Native(_read_array, _write_array),
-    np.random.Generator: Native(_read_bits, _write_bits),
+    np.random.Generator: Native(_read_generator, _write_generator),
+    np.random.BitGenerator: Native(_read_bits, _write_bits),
     np.random.RandomState: Native(_read_random_state, _write_random_state),
     random.Random: Native(random.Random.getstate, random.Random.setstate),
     torch.Generator: Native(_read_torch, _write_torch),
     bytearray: Native(bytes, _write_bytes),
+    array: Native(_read_memory, _write_numbers),
+    memoryview: Native(_read_memory, _write_memory),
 }
+_NUMBER_OF_C: Any = ctypes.c_int.__base__
 # The operating system's generator has no state, and a memory map is a view of a file.
 _WITHOUT = (random.SystemRandom, np.memmap)
 
@@ -128,7 +161,21 @@ def native_of(value: Any) -> Native | None:
 def _of_kind(kind: type) -> Native | None:
     if issubclass(kind, _WITHOUT):
         return None
+    if _is_number_of_c(kind):
+        return Native(_read_memory, _write_memory)
     return next((native for base, native in _KINDS.items() if issubclass(kind, base)), None)
+
+
+def _is_number_of_c(kind: Any) -> bool:
+    """Return whether a class of ctypes holds numbers, as in ``multiprocessing.Value``, and no pointers."""
+    while issubclass(kind, ctypes.Array):
+        kind = kind._type_
+    return issubclass(kind, _NUMBER_OF_C) and kind._type_ in "cbBhHiIlLqQfdg?"
+
+
+def is_array_of_objects(value: Any) -> bool:
+    """Return whether a value is a NumPy array of Python objects."""
+    return isinstance(value, np.ndarray) and value.dtype == object
 
 
 def read_native(value: Any) -> Any:
@@ -145,7 +192,6 @@ def write_native(value: Any, saved: Any) -> None:
 
 
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype})
-CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 ABSENT: Any = object()
 """Stands for a missing attribute or the value of an empty slot or cell."""
 # Besides slots, instances of a Python class contain a header and, unless the interpreter manages these, two references:
@@ -164,8 +210,10 @@ class Transient(ABC):  # noqa: B024 - a marker without abstract methods
 
 # views, whose underlying dicts referenced_objects() returns
 _VIEWS: tuple[type, ...] = (MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
-_FUNCTIONS = (FunctionType, MethodType, partial, *_VIEWS)
-_IMMUTABLE = (
+_CACHED: Any = type(cache(id))
+REFERRING = (FunctionType, partial)
+_FUNCTIONS = (*REFERRING, MethodType, *_VIEWS)
+IMMUTABLE = (
     *(int, float, complex, str, bytes, range, slice, EllipsisType, re.Pattern, date, time, timedelta, tzinfo, Decimal),
     *(Enum, BaseException, np.generic, np.dtype, torch.finfo, torch.iinfo),
 )
@@ -197,18 +245,25 @@ _CODE = (
     Transient,
 )
 # Functions and objects of these packages are machinery, not state: torch's compilation, tracing and communication, and
-# loopscope's own packages, since hooks and experiments declare their state. A tokenizer resets its settings at each
-# call, and Arrow tables are immutable.
+# loopscope's own packages, since hooks and experiments declare their state. Locks of processes are no state either. A
+# tokenizer resets its settings at each call, and Arrow tables are immutable.
 _MACHINERY = (
     *("torch._", "torch.cuda", "torch.distributed", "torch.fx", "torch.jit", "torch.utils.hooks"),
     *("loopscope.checkpoints", "loopscope.console", "loopscope.data", "loopscope.engine"),
     *("loopscope.experiments.grokking", "loopscope.hooks", "loopscope.isolation", "loopscope.runs.runner"),
     *("loopscope.state", "loopscope.tensors", "loopscope.training."),
-    *("tokenizers", "pyarrow", "datasets.arrow_dataset", "datasets.iterable_dataset"),
+    *(
+        "multiprocessing.synchronize",
+        "_multiprocessing",
+        "tokenizers",
+        "pyarrow",
+        "datasets.arrow_dataset",
+        "datasets.iterable_dataset",
+    ),
 )
 # A reference to only such a method writes to the container, for example to a log, and reads nothing from it.
 _ONLY_WRITES = frozenset({"append", "appendleft", "extend", "add", "write"})
-_WITHOUT_SPACE = (*CONTAINERS, *_FUNCTIONS, *_IMMUTABLE, *_CODE, Tensor, nn.Module)
+_WITHOUT_SPACE = (*CONTAINERS, *_FUNCTIONS, *IMMUTABLE, *_CODE, Tensor, nn.Module)
 
 
 def is_code(value: Any) -> bool:
@@ -246,21 +301,44 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     space: dict[str, Any] | None = getattr(value, "__dict__", None)
     if not slots:
         return space
-    return {**(space or {}), **{name: item for name in slots if (item := _read(value, name)) is not ABSENT}}
+    return {**(space or {}), **_slots_of(value, slots)}
+
+
+def _slots_of(owner: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: item for name in names if (item := _read(owner, name)) is not ABSENT}
 
 
 @cache
 def _slots(kind: type) -> tuple[str, ...] | None:
     """Return the names of the slots of a Python class, ``None`` for a class with a native (C) state."""
     if kind is CellType:
-        return ("cell_contents",)
+        return slot_names(kind)
     # SimpleNamespace is a C class, but its only state is its __dict__.
     bases = [base for base in kind.__mro__ if base not in (object, SimpleNamespace)]
-    slots = [(name, item) for base in bases for name, item in vars(base).items()]
-    names = tuple([name for name, item in slots if isinstance(item, MemberDescriptorType)])
+    names = slot_names(kind)
     made_by_class = all(base.__flags__ & _MADE_BY_CLASS for base in bases) and kind is not object
     declares = any("__slots__" in vars(base) or "__dict__" in vars(base) for base in kind.__mro__)
     return names if made_by_class and declares and kind.__basicsize__ <= _HEADER + _WORD * len(names) else None
+
+
+_WRITABLE: dict[type, tuple[str, ...]] = {
+    CellType: ("cell_contents",),
+    FunctionType: ("__code__", "__defaults__", "__kwdefaults__"),
+    partial: ("func", "args", "keywords"),
+    BaseException: ("args",),
+}
+"""Fields of C types that Python code can write."""
+
+
+@cache
+def slot_names(kind: type) -> tuple[str, ...]:
+    """Return the names of the slots that classes declare, and of the fields of C types that Python code can write."""
+    for base, names in _WRITABLE.items():
+        if issubclass(kind, base):
+            return names
+    declaring = [base for base in kind.__mro__ if base is defaultdict or base.__flags__ & _MADE_BY_CLASS]
+    slots = [(name, item) for base in declaring for name, item in vars(base).items()]
+    return tuple([name for name, item in slots if isinstance(item, MemberDescriptorType)])
 
 
 def _read(owner: Any, name: str) -> Any:
@@ -271,8 +349,10 @@ def _read(owner: Any, name: str) -> Any:
 
 
 def instance_attributes(container: Any) -> dict[str, Any] | None:
-    """Return the ``__dict__`` of an instance of a container's subclass; ``None`` if it has none."""
-    return getattr(container, "__dict__", None)
+    """Return the ``__dict__`` and slots of an instance of a container's subclass; ``None`` if it has neither."""
+    space: dict[str, Any] | None = getattr(container, "__dict__", None)
+    slots = slot_names(kind_of(container))
+    return {**(space or {}), **_slots_of(container, slots)} if slots else space
 
 
 def write_attributes(owner: Any, attributes: Mapping[str, Any]) -> None:
@@ -280,7 +360,7 @@ def write_attributes(owner: Any, attributes: Mapping[str, Any]) -> None:
     space = getattr(owner, "__dict__", None)
     if attributes is space:
         return
-    names = _slots(kind_of(owner)) or ()
+    names = slot_names(kind_of(owner))
     _write_slots(owner, names, [attributes.get(name, ABSENT) for name in names])
     if space is not None:
         space.clear()
@@ -288,6 +368,9 @@ def write_attributes(owner: Any, attributes: Mapping[str, Any]) -> None:
 
 
 def _write_slots(owner: Any, names: Iterable[str], values: Iterable[Any]) -> None:
+    if isinstance(owner, partial):  # its fields are written only together
+        owner.__setstate__((*values, vars(owner)))
+        return
     for name, value in zip(names, values, strict=True):
         present = _read(owner, name)
         # bypasses a custom __setattr__, which may reject or convert values
@@ -298,7 +381,7 @@ def _write_slots(owner: Any, names: Iterable[str], values: Iterable[Any]) -> Non
 
 
 class Slots:
-    """The slots of an object, the fields of a frozen dataclass, or the variable of a cell, as a refillable sequence."""
+    """The slots of an object, module, container or function, or the fields of a frozen dataclass, as one sequence."""
 
     def __init__(self, owner: Any, names: tuple[str, ...]) -> None:
         self._owner, self._names = owner, names
@@ -306,9 +389,7 @@ class Slots:
     @classmethod
     def of(cls, value: Any) -> "Slots | None":
         """Return the slots of an object that has any, or all fields of a frozen dataclass."""
-        if isinstance(value, _WITHOUT_SPACE):
-            return None
-        names = tuple([item.name for item in fields(value)]) if is_frozen(value) else _slots(kind_of(value))
+        names = tuple([item.name for item in fields(value)]) if is_frozen(value) else slot_names(kind_of(value))
         return cls(value, names) if names else None
 
     def __len__(self) -> int:
@@ -333,20 +414,27 @@ def referenced_objects(value: Any) -> tuple[Any, ...]:
     if isinstance(value, MethodType):
         return (value.__self__, value.__func__)
     if isinstance(value, partial):
-        return (value.func, value.args, value.keywords)
+        return (value.func, value.args, value.keywords, vars(value))
+    if isinstance(value, _CACHED):
+        return (vars(value),)
     if isinstance(value, _VIEWS):
         # Views have no public reference to their dict: ``mapping`` of keys, values and items is a read-only proxy.
         return tuple(gc.get_referents(value))  # the dict of the view, which its owner may change
     if isinstance(value, BuiltinFunctionType):
         inert = isinstance(value.__self__, (ModuleType, type, type(None))) or value.__name__ in _ONLY_WRITES
         return () if inert else (value.__self__,)
-    if isinstance(value, FunctionType) and not str(value.__module__).startswith(("torch.", "loopscope.")):
+    if isinstance(value, FunctionType) and not is_of_library(value):
         # A wrapper by torch.compile, although its __module__ is that of the function.
         if "_torchdynamo_orig_callable" in vars(value):
             return (vars(value)["_torchdynamo_orig_callable"],)
         references = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
         return tuple([item for item in references if item])
     return ()
+
+
+def is_of_library(function: Any) -> bool:
+    """Return whether a function is one of torch or loopscope, which count as unchangeable and without references."""
+    return str(getattr(function, "__module__", "")).startswith(("torch.", "loopscope."))
 
 
 def is_opaque(value: Any) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import LoopscopeError
 from ..tensors import fully_sharded_modules
-from .attributes import refill
+from .containers import refill
 from .module_group import ModuleOrGroup
 
 _PLAIN = (bool, int, float, str, Enum, type(None))

@@ -12,12 +12,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..tensors import addresses, attached, is_uninitialised
-from .attributes import HOOK_KIND, MAX_DEPTH, refill
+from .attributes import HOOK_KIND, MAX_DEPTH
+from .containers import CONTAINERS, keys_of, refill, values_of
 from .objects import (
+    IMMUTABLE,
+    REFERRING,
     Slots,
     attributes_of,
-    instance_attributes,
+    is_array_of_objects,
     is_frozen,
+    is_of_library,
     is_opaque,
     native_of,
     read_native,
@@ -26,7 +30,7 @@ from .objects import (
 )
 
 OBJECTS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
-_SUBCLASSED = (dict, list, deque, set, tuple, np.ndarray)
+_SUBCLASSED = (*CONTAINERS, np.ndarray, *IMMUTABLE)
 _ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 
 
@@ -50,10 +54,12 @@ class Structure:
         self._sequences: list[Any] = []
         self._objects: list[Any] = []
         self._visit_all(roots)
-        self._empty = [container for container in (*self._tables, *self._sequences) if not container]
-        self._tables = [table for table in self._tables if table]
-        self._values = [table.values() for table in self._tables]
-        self._sequences = [sequence for sequence in self._sequences if sequence]
+        self._empty = [container for container in (*self._tables, *self._sequences) if not values_of(container)]
+        self._empty_views = [*map(values_of, self._empty)]
+        self._tables = [table for table in self._tables if values_of(table)]
+        self._values, self._keys = [*map(values_of, self._tables)], [*map(keys_of, self._tables)]
+        self._sequences = [sequence for sequence in self._sequences if values_of(sequence)]
+        self._items = [*map(values_of, self._sequences)]
         self._lengths, self._saved_contents = self._read_lengths(), self._read()
         self._addresses = addresses(self._saved_contents)  # unique, since referenced objects are not freed
 
@@ -91,33 +97,43 @@ class Structure:
             return
         self._depth += 1
         if isinstance(value, dict):
-            self._add(self._tables, value, value.values())
+            self._add(self._tables, value, values_of(value))
+            self._visit_all([key for key in keys_of(value) if type(key) is not str])
         # A tuple cannot change, but its items can.
         elif isinstance(value, (tuple, frozenset)):
-            self._visit_all(value)
+            self._visit_all(values_of(value))
         elif isinstance(value, (list, deque, set)):
-            self._add(self._sequences, value, value)
+            self._add(self._sequences, value, values_of(value))
         elif isinstance(value, Tensor) and not is_uninitialised(value):
             self._add(self.tensors, value, attached(value))
         elif isinstance(value, OBJECTS) or is_uninitialised(value):
             self._add(self._objects, value, (vars(value),))
+            self._add_slots(value)
         else:
             self._visit_object(value)
-        if isinstance(value, _SUBCLASSED) and (extra := instance_attributes(value)) is not None:
-            self._visit_all((extra,))
+        if isinstance(value, _SUBCLASSED):
+            self._visit_all((getattr(value, "__dict__", None),))
+            self._add_slots(value)
         self._depth -= 1
+
+    def _add_slots(self, value: Any) -> None:
+        if (slots := Slots.of(value)) is not None:
+            self._sequences.append(slots)
+            self._visit_all(slots)
 
     def _visit_object(self, value: Any) -> None:
         self.seen.add(id(value))
         if native_of(value) is not None:
             self.natives.append(value)
+        elif is_array_of_objects(value):
+            self._add(self._sequences, value, values_of(value))
         elif attributes_of(value) is None:
             self._visit_all(referenced_objects(value))
+            if isinstance(value, REFERRING) and not is_of_library(value):
+                self._add_slots(value)
             self.opaque += [value] if is_opaque(value) else []
         else:
-            if (slots := Slots.of(value)) is not None:
-                self._sequences.append(slots)
-                self._visit_all(slots)
+            self._add_slots(value)
             # The __dict__ of a frozen object is left out, since it may get cached properties.
             if hasattr(value, "__dict__") and not is_frozen(value):
                 self._add(self._objects, value, (vars(value),))
@@ -138,12 +154,12 @@ class Structure:
 
     def _read(self) -> tuple[Any, ...]:
         """Return, as one tuple: values and keys of tables, items of sequences, types and ``__dict__`` of objects."""
-        tables, sequences, objects = self._tables, self._sequences, self._objects
-        contents = chain.from_iterable(chain(self._values, tables, sequences))
+        objects = self._objects
+        contents = chain.from_iterable(chain(self._values, self._keys, self._items))
         return (*contents, *map(type, objects), *map(vars, objects))
 
     def _read_lengths(self) -> list[int]:
-        return [*map(len, self._tables), *map(len, self._sequences)]
+        return [*map(len, self._values), *map(len, self._items)]
 
     def of_kind(self, kind: type) -> list[Any]:
         """Return the objects of a class."""
@@ -153,10 +169,14 @@ class Structure:
         """Return the containers, including empty ones."""
         return [*self._tables, *self._sequences, *self._empty]
 
+    def keys_with_tensors(self) -> list[tuple[Any, ...]]:
+        """Return the keys of every dict that has tensors as keys; a write to one changes no value of the dict."""
+        return [(*keys,) for keys in self._keys if any(isinstance(key, Tensor) for key in keys)]
+
     def is_current(self) -> bool:
         """Return whether every container still holds the same objects."""
         return (
-            not any(self._empty)
+            not any(self._empty_views)
             and self._lengths == self._read_lengths()
             and self._addresses == addresses(self._read())
         )
@@ -180,7 +200,7 @@ class Structure:
 
     def changed(self) -> list[Any]:
         """Return the objects and containers that have changed."""
-        changed = [container for container in self._empty if container]
+        changed = [container for container in self._empty if values_of(container)]
         changed += [
             thing
             for thing, kind, space in self._object_identities()
@@ -202,7 +222,7 @@ class Structure:
             if vars(thing) is not space:
                 thing.__dict__ = space
         for container in self._empty:
-            container.clear()
+            refill(container, (), ())
         for container, keys, values in self._contents():
             if not _holds(container, keys, values):
                 refill(container, keys, values)
@@ -210,13 +230,16 @@ class Structure:
 
 def _differs_only_in_hook_flag(container: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
     """Return whether the only difference is a module's flag that it had full backward hooks."""
-    if not isinstance(container, dict) or HOOK_KIND not in container or addresses((*container,)) != addresses(keys):
+    if (
+        not isinstance(container, dict)
+        or HOOK_KIND not in container
+        or addresses((*keys_of(container),)) != addresses(keys)
+    ):
         return False
-    triples = zip(keys, container.values(), values, strict=True)
+    triples = zip(keys, values_of(container), values, strict=True)
     return all(new is old or (key == HOOK_KIND and new is True) for key, new, old in triples)
 
 
 def _holds(container: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
-    if isinstance(container, dict):
-        return addresses((*container,)) == addresses(keys) and addresses((*container.values(),)) == addresses(values)
-    return addresses((*container,)) == addresses(values)
+    is_same = addresses((*values_of(container),)) == addresses(values)
+    return is_same and (not isinstance(container, dict) or addresses((*keys_of(container),)) == addresses(keys))

@@ -5,12 +5,11 @@ checkpoints store them. All iterate over :data:`PARTS` and use no other descript
 is sufficient.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from ..errors import listed
 from ..registry import qualified
 from ..tensors import inner_tensors
 from .accelerators import refuse_unprotected
+from .containers import MUTABLE_CONTAINERS, keys_of, values_of
 from .deferred_calls import DeferredCalls
 from .digest import described, digest
 from .model_parts import MODEL_PARTS, device_of
@@ -440,13 +440,16 @@ def _container_names(prefix: str, space: Mapping[Any, Any], depth: int = 0) -> d
     """Return the names of the containers in a dict, of those in these too, by their ids."""
     names: dict[int, str] = {}
     for key, item in space.items():
-        if isinstance(item, (dict, list, set, deque)):
+        if isinstance(item, MUTABLE_CONTAINERS):
             names[id(item)] = name = f"{prefix}{short_name(key)}"
             if depth < MAX_NAMED_DEPTH and not isinstance(item, set):
-                names |= _container_names(
-                    f"{name}.", item if isinstance(item, dict) else dict(enumerate(item)), depth + 1
-                )
+                names |= _container_names(f"{name}.", _by_key(item), depth + 1)
     return names
+
+
+def _by_key(container: Any) -> dict[Any, Any]:
+    values = values_of(container)
+    return dict(zip(keys_of(container) if isinstance(container, dict) else count(), values, strict=False))
 
 
 def _nested_items(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:

@@ -357,7 +357,7 @@ class ExtraContents(Part):
         owned = {*map(id, state.streams.owned)}
         structure.natives = [value for value in structure.natives if id(value) not in owned]
         return Watched(
-            containers=structure.containers(),
+            containers=[*structure.containers(), *structure.keys_with_tensors()],
             read_values=structure.read_natives if structure.natives else None,
             label="an array or a random generator of a module, the optimizer or the scheduler",
         )
