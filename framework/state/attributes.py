@@ -93,7 +93,7 @@ class PlainForms:
 
     def _form_of_new(self, value: Any) -> Any:
         if isinstance(value, (tuple, frozenset)):  # never numbered: equal constants may or may not be the same object
-            return {type(value).__name__: self._forms_of_items(value)} | self._forms_beside_content(value)
+            return {type(value).__name__: self._forms_of_items(value)} | self._forms_of_attributes(value)
         if isinstance(value, Enum):  # a combination of flags has no name
             return {"enum": qualified(type(value)), "member": value.value if isinstance(value, Flag) else value.name}
         if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.itemsize <= 8:
@@ -107,7 +107,7 @@ class PlainForms:
         if isinstance(value, Tensor):
             return {"parameter": value} if isinstance(value, nn.Parameter) else value
         if isinstance(value, MUTABLE_CONTAINERS):
-            return {type(value).__name__: self._forms_of_content(value)} | self._forms_beside_content(value)
+            return {type(value).__name__: self._forms_of_content(value)} | self._forms_of_attributes(value)
         return {"object": qualified(type(value)), "attributes": self.forms_of(_object_attributes(value))}
 
     def _form_of_code(self, value: Any) -> Any:
@@ -116,7 +116,7 @@ class PlainForms:
         references = [self.form_of(item) for item in referenced_objects(value)]
         return {"code": described(value)} | ({"holds": references} if references else {})
 
-    def _forms_beside_content(self, value: Any) -> dict[str, Any]:
+    def _forms_of_attributes(self, value: Any) -> dict[str, Any]:
         """Return the attributes of a container of a subclass; an OrderedDict has a ``__dict__``, usually empty."""
         extra = instance_attributes(value)
         return {"attributes": self.forms_of(extra)} if extra else {}
@@ -240,7 +240,7 @@ class FromPlainForms:
         if isinstance(present, (tuple, frozenset)) or kind in ("tuple", "frozenset", "Size"):
             items = self.values_of(content, present)
             made = _BUILDERS[kind](items) if kind in _BUILDERS else _immutable_of(type(present), items)
-            self._restore_beside_content(made, form, present)
+            self._restore_own_attributes(made, form, present)
             return made
         number, is_deque = next(self._numbers), kind == "deque" or isinstance(present, deque)
         content, head = content[is_deque:], content[:is_deque]
@@ -260,10 +260,10 @@ class FromPlainForms:
             refill(present, keys, [self._required_value_of(form, previous.get(key)) for key, (_, form) in pairs])
         else:
             refill(present, (), self.values_of(content, present))
-        self._restore_beside_content(present, form, present)
+        self._restore_own_attributes(present, form, present)
         return present
 
-    def _restore_beside_content(self, target: Any, form: Mapping[str, Any], present: Any) -> None:
+    def _restore_own_attributes(self, target: Any, form: Mapping[str, Any], present: Any) -> None:
         """Restore the attributes of a container of a subclass, given those of the present one."""
         space = instance_attributes(present)
         if space is not None:

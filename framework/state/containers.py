@@ -18,15 +18,19 @@ _BUILT_IN: tuple[Any, ...] = (OrderedDict, *CONTAINERS)
 
 
 @cache
-def _built_in(kind: type) -> Any:
+def _built_in_of(kind: Any) -> Any:
     """Return the built-in type of a container, whose methods read and write it."""
     return next((base for base in _BUILT_IN if issubclass(kind, base)), None)
+
+
+def _built_in(container: Any) -> Any:
+    return _built_in_of(type(container))
 
 
 @cache
 def _overrides_reading(kind: Any) -> bool:
     """Return whether iteration, length or truth of a class differ from those of its built-in type."""
-    base = _built_in(kind)
+    base = _built_in_of(kind)
     if base is None:
         return False
     return kind.__iter__ is not base.__iter__ or kind.__len__ is not base.__len__ or hasattr(kind, "__bool__")
@@ -36,7 +40,7 @@ class _Items:
     """The items of a container whose class overrides how they are read."""
 
     def __init__(self, container: Any) -> None:
-        self._container, self._base = container, _built_in(type(container))
+        self._container, self._base = container, _built_in(container)
 
     def __len__(self) -> int:
         length: int = self._base.__len__(self._container)
@@ -73,26 +77,25 @@ def dict_like(original: dict[Any, Any], values: Iterable[Any]) -> dict[Any, Any]
 
 def keys_of(table: dict[Any, Any]) -> Collection[Any]:
     """Return a view of a dict's keys in the dict's order."""
-    keys: Collection[Any] = _built_in(type(table)).keys(table)
+    keys: Collection[Any] = _built_in(table).keys(table)
     return keys
 
 
-def values_of(container: Any) -> Collection[Any]:
+def values_of(container: Any) -> Any:
     """Return a view of a dict's values, of the items of another container, or of an array's elements."""
     if type(container) is dict:
         return container.values()
     if isinstance(container, dict):
-        values: Collection[Any] = _built_in(type(container)).values(container)
-        return values
+        return _built_in(container).values(container)
     if isinstance(container, np.ndarray):
         return _Elements(container)
-    items: Collection[Any] = _Items(container) if _overrides_reading(type(container)) else container
-    return items
+    kind: Any = type(container)
+    return _Items(container) if _overrides_reading(kind) else container
 
 
 def refill(container: Any, keys: Iterable[Any], values: Iterable[Any]) -> None:
     """Replace the contents of a dict by keys and values, of another mutable container by values."""
-    base = _built_in(type(container))
+    base = _built_in(container)
     if isinstance(container, np.ndarray):
         for index, value in zip(np.ndindex(container.shape), values, strict=True):
             container[index] = value

@@ -318,7 +318,8 @@ class SchedulerPart(Part):
     def misfit(self, state: StateObjects, stored: Mapping[str, Any]) -> str:
         """Compare names, references to objects that are stored elsewhere, such as the optimizer, and numbers."""
         now = self.store(state, state.streams.save())
-        shared = [key for key, form in now.items() if isinstance(form, dict) and "again" in form]
+        # Names are of objects stored elsewhere, such as the optimizer; numbers are of lists that two schedulers share.
+        shared = [key for key, form in now.items() if isinstance(form, dict) and isinstance(form.get("again"), str)]
         if missing := [key for key in now if key not in stored or (key in shared and stored[key] != now[key])]:
             return f"does not fit this run: its scheduler lacks {missing[0]}"
         return numbers_missing("scheduler", now, stored)
