@@ -45,6 +45,13 @@ class Detector(ABC):
     """Names of the hooks whose metrics the detector reads; empty for start-up facts."""
     explains: ClassVar[frozenset[str]] = frozenset()
     """Ids of findings that may be consequences of this problem."""
+    waits: ClassVar[bool] = False
+    """Whether the finding is about the course of the training, so that later steps may refute it.
+
+    While the training runs, such a finding is reported once it has lasted.
+    """
+    yields_to_learning: ClassVar[bool] = False
+    """Whether the finding claims that the model learns badly, so that it is a remark where the loss shows otherwise."""
 
     @abstractmethod
     def detect(self, history: History) -> Iterable[Finding]:
@@ -58,7 +65,8 @@ class Detector(ABC):
         self, severity: Severity, step: int, why: str, next_step: str, *evidence: Evidence, confidence: float = 0.9
     ) -> Finding:
         """Return a finding of this detector."""
-        return Finding(self.name, severity, step, why, next_step, evidence, confidence, self.explains)
+        waits = self.waits or self.yields_to_learning
+        return Finding(self.name, severity, step, why, next_step, evidence, confidence, self.explains, (), waits)
 
 
 def check_detector(detector: type[Any]) -> None:

@@ -1,12 +1,14 @@
 """The diagnosis of a history by all registered detectors."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib import import_module
 
 import numpy as np
 
 from ..errors import RunNotice, describe_error, library_warnings_ignored, listed, warn
 from .detector import Detector, DetectorRegistry
+from .detectors.levels import LEARNED, end_level, learned_share
 from .findings import Diagnosis, Finding, ranked, with_causes
 from .history import History
 
@@ -35,10 +37,22 @@ def _findings_of(detector: Detector, history: History) -> Iterable[Finding]:
     try:
         # Metrics may be infinite or NaN, about which NumPy warns in nearly every operation.
         with np.errstate(all="ignore"), library_warnings_ignored():
-            return list(detector.detect(history))
+            findings = detector.detect(history)
+            return [lowered(item, history) for item in findings] if detector.yields_to_learning else list(findings)
     except Exception as error:
         warn(f"The detector {detector.name!r} failed and is left out: {describe_error(error)}", RunNotice)
         return []
+
+
+def lowered(finding: Finding, history: History) -> Finding:
+    """Return a finding about harm to a training: a remark if its loss has fallen far, no critical one if by half."""
+    fall = learned_share(history)
+    since = f" The loss has since fallen, to {end_level(history.loss):.3g}."
+    if finding.severity != "info" and fall > LEARNED:
+        return replace(finding, severity="info", why=finding.why + since)
+    if finding.severity == "critical" and fall > 0.5:
+        return replace(finding, severity="warning", why=finding.why + since)
+    return finding
 
 
 def _missing(history: History) -> list[str]:

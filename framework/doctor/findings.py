@@ -50,6 +50,7 @@ class Finding:
         confidence: the probability that ``why`` is right, between 0 and 1.
         explains: ids of findings that are consequences of this one, if they start no earlier.
         tests: the changes that were tried in branches of the training, with their effects.
+        waits: whether later steps may refute the finding, so that a running training reports it once it has lasted.
     """
 
     id: str
@@ -61,6 +62,7 @@ class Finding:
     confidence: float = 0.9
     explains: frozenset[str] = field(default=frozenset(), compare=False)
     tests: Sequence[ChangeTest] = ()
+    waits: bool = field(default=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the finding as plain values, as in the JSON of a diagnosis."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar
 
-from ..errors import RunNotice, warn_at
+from ..errors import RunNotice, notice, warn_at
 from ..hooks import ENDLESS, Alert, HookPoint, MetricSink, RunInfo
 from .diagnosis import diagnose
 from .findings import Diagnosis, Finding
@@ -14,6 +14,10 @@ ALWAYS_UNTIL = 10
 """Up to this step every delivery of metrics is diagnosed."""
 GROWTH = 1.25
 """Factor between the steps of later diagnoses, so that their number grows with the logarithm of the steps."""
+WAIT = 2.0
+"""Factor between the step since which a finding that waits holds and the step at which it is reported."""
+LEAST_WAIT = 20
+"""Steps between both at least."""
 
 
 CRITICAL = "critical "
@@ -37,6 +41,8 @@ class LiveDiagnosis(MetricSink):
         self.history = History()
         self._next_step = 0
         self._reported: dict[str, str] = {}  # the severity of each reported finding, by id
+        self._first_seen: dict[str, int] = {}  # the step since which a finding has been in every diagnosis, by id
+        self._refuted = set[str]()  # ids of reported findings that the last diagnosis did not contain
 
     @classmethod
     def leaves(cls, strategy: str) -> Sequence[str]:
@@ -50,11 +56,12 @@ class LiveDiagnosis(MetricSink):
 
     def position(self) -> dict[str, Any]:
         """Return the findings that have been reported."""
-        return {"reported": dict(self._reported), "next_step": self._next_step}
+        return {"reported": dict(self._reported), "first_seen": dict(self._first_seen), "next_step": self._next_step}
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
         """Continue a run whose earlier history was loaded into :attr:`history`."""
         self._reported, self._next_step = dict(position["reported"]), int(position["next_step"])
+        self._first_seen = dict(position.get("first_seen", {}))
         self.set_run_context(run)
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
@@ -71,14 +78,32 @@ class LiveDiagnosis(MetricSink):
         self._report()
 
     def close(self, status: str) -> None:
-        """Note the status of the run."""
+        """Note the status of the run, and report which findings its end refutes."""
         self.history.status = status
+        self._withdraw({finding.id: finding for finding in diagnose(self.history)}, at_once=True)
 
     def _report(self) -> None:
-        for finding in diagnose(self.history).at_least("warning"):
-            if self._reported.get(finding.id) not in (finding.severity, "critical"):
-                self._reported[finding.id] = finding.severity
+        findings = {finding.id: finding for finding in diagnose(self.history)}
+        step, is_lost = self.history.step, self.history.loss.first_nonfinite is not None
+        self._first_seen = {
+            name: self._first_seen.get(name, step) for name, finding in findings.items() if finding.severity != "info"
+        }
+        for name, first in self._first_seen.items():
+            finding = findings[name]
+            has_lasted = not finding.waits or is_lost or step >= max(first + LEAST_WAIT, WAIT * first)
+            if has_lasted and self._reported.get(name) not in (finding.severity, "critical"):
+                self._reported[name] = finding.severity
                 report(finding)
+        self._withdraw(findings)
+
+    def _withdraw(self, findings: Mapping[str, Finding], *, at_once: bool = False) -> None:
+        """Report that findings no longer hold: those of two diagnoses in a row, or those of the end of the run."""
+        refuted = {name for name in self._reported if name not in findings or findings[name].severity == "info"}
+        for name in sorted(refuted if at_once else refuted & self._refuted):
+            del self._reported[name]
+            reason = f" {findings[name].why}" if name in findings else ""
+            notice(f"{name} is withdrawn at step {self.history.step:,}: the record no longer shows it.{reason}")
+        self._refuted = refuted
 
 
 def report(finding: Finding) -> None:

@@ -1,6 +1,7 @@
 """Rows of the data that a run has seen in the current epoch, by their fingerprints."""
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,24 +48,42 @@ def _words(tensor: Tensor) -> Tensor:
     return words
 
 
+def _no_tensor() -> None:
+    """Return nothing, as the weak reference to a tensor that is gone."""
+
+
 class SeenRows(Remembering):
     """The fingerprints of the rows of an epoch, up to a number of them."""
 
     _epoch = Remembered(-1)
     _seen = Remembered(set[int], saved=False)
+    _last = Remembered(list[int], saved=False)
+    """The rows of the last batch."""
+    _inputs = Remembered[Callable[[], Tensor | None]](lambda: _no_tensor, saved=False)
+    """A weak reference to the inputs of the last batch."""
+    _same = Remembered(int)
+    """Batches in a row that were equal to the one before."""
 
     def add(self, parts: Sequence[BatchPart], epoch: int) -> dict[str, float]:
         """Add the rows of a batch; return the shares that the epoch, or the batch itself, already has."""
         if epoch != self._epoch:
-            self._epoch, self._seen = epoch, set()
+            self._epoch, self._seen, self._last = epoch, set(), []
         rows = [row for part in parts for row in fingerprints(part).tolist()]
         if not rows:
             return {}
+        # A loop that trains on all of its data in every step gives one tensor again and again.
+        is_copy = rows == self._last and self._inputs() is not parts[0].inputs
+        self._same = self._same + 1 if is_copy else 0
+        self._last, self._inputs = rows, weakref.ref(parts[0].inputs)
         repeated = sum(row in self._seen for row in rows)
         distinct = set(rows)
         if len(self._seen) + len(distinct) <= MOST_ROWS:
             self._seen |= distinct
-        return {"repeated_row_fraction": repeated / len(rows), "duplicate_row_fraction": 1 - len(distinct) / len(rows)}
+        return {
+            "repeated_row_fraction": repeated / len(rows),
+            "duplicate_row_fraction": 1 - len(distinct) / len(rows),
+            "same_batch_count": self._same,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the fingerprints, sorted."""

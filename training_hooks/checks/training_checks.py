@@ -172,6 +172,9 @@ class TrainingChecks(TrainingHook):
             the first 200 steps and of checked steps are known.
         duplicate_row_fraction | share of the batch's rows that repeat another row of it | [0, 1]
             | High: the data set or the collation repeats rows.
+        same_batch_count | batches in a row, of those that are known, with the same rows in the same order as the one
+            before, in other tensors | 0, 1, 2, …
+            | Growing: every step gets the same batch. Loops that give the same tensors on purpose do not count.
         single_class_batch_fraction | share of the checked batches so far with one class only | [0, 1]
             | Near 1: the data is sorted by class and not shuffled.
         model_in_eval | 1 if the model is in eval mode, else 0 | {0, 1} | 1: call model.train() before the training.

@@ -42,6 +42,7 @@ class DeadUnits(Detector):
             "parameters-without-gradient",
         }
     )
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if a layer has had many dead units at the last two checks."""
@@ -100,6 +101,7 @@ class ActivationsGrow(Detector):
     thresholds = {"growth": Threshold(100.0, "over the first value; residual streams grow by a factor of 10")}
     needs = ("activations",)
     explains = frozenset({"nonfinite"})
+    yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if a block's root mean square has grown by a factor and the loss does not fall."""

@@ -26,6 +26,7 @@ class RowsRepeated(Detector):
     thresholds = {"share": Threshold(0.2, "of the rows; natural data have a few percent")}
     needs = (CHECKS,)
     explains = frozenset({"train-validation-diverging"})
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for repeated rows; a warning if the validation loss suffers."""
@@ -34,7 +35,7 @@ class RowsRepeated(Detector):
             float(np.mean(repeated.values)) if len(repeated) else 0.0,
             median_of(duplicated.values),
         )
-        if not max(within_epoch, within_batch) > self.limit("share"):
+        if not max(within_epoch, within_batch) > self.limit("share") or any(SameBatch().detect(history)):
             return
         is_harmful = any(TrainValidationDiverging().detect(history))  # random draws repeat rows by design
         place, share = ("batch", within_batch) if within_batch > within_epoch else ("epoch", within_epoch)
@@ -49,6 +50,40 @@ class RowsRepeated(Detector):
             "worker of the loader has other rows.",
             Evidence(f"{CHECKS}/repeated_row_fraction", share, self.limit("share"), "0 to 0.05"),
             confidence=0.85,
+        )
+
+
+@DetectorRegistry.register
+class SameBatch(Detector):
+    """Finds a training that gets the same batch at every step."""
+
+    name = "same-batch-at-every-step"
+    symptom = "The training loss falls to 0 at once, and the validation loss rises"
+    cause = (
+        "Every step gets the same rows in the same order: a random generator that is seeded again in the function that "
+        "draws the batch, or next(iter(loader)) in every step. Create generator and iterator once, before the loop."
+    )
+    source = "torch.Generator.manual_seed; torch.utils.data.DataLoader: every iter() starts again"
+    applies_to = "batches on the CPU; the same tensors, given again and again on purpose, do not count"
+    thresholds = {"batches": Threshold(9, "equal batches in a row after the first; data of single rows repeat fewer")}
+    needs = (CHECKS,)
+    explains = frozenset({"rows-repeated", "train-validation-diverging", "no-better-than-uniform", "loss-constant"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if all batches since some step are equal."""
+        curve = history.curve(f"{CHECKS}/same_batch_count")
+        if not curve.last >= self.limit("batches"):
+            return
+        rows = history.settings.get("batch_size")
+        yield self.finding(
+            "warning",
+            max(1, curve.first_step_where(curve.values > 0) or 1),
+            f"Every step gets the same batch{f' of {rows} rows' if rows else ''}: {int(curve.last)} batches in a row "
+            "had the rows of the one before, in the same order, so the model learns nothing but these rows.",
+            "Create the iterator of the loader, or the random generator of the batches, once before the loop, and "
+            "print the first rows of two batches.",
+            Evidence(f"{CHECKS}/same_batch_count", curve.last, self.limit("batches"), "0"),
+            confidence=0.95,
         )
 
 
@@ -83,6 +118,7 @@ class SortedByClass(Detector):
             "no-better-than-uniform",
         }
     )
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most checked batches had one class or few, and the loss has many."""
@@ -170,6 +206,7 @@ class InputsNotNormalised(Detector):
             "clipping-too-strong",
         }
     )
+    yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the first checked inputs are out of range."""
@@ -240,6 +277,7 @@ class TargetsExtreme(Detector):
             "train-validation-diverging",
         }
     )
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the least or the largest target is far outside of the middle 80 %."""

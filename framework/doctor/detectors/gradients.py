@@ -121,6 +121,7 @@ class LayersStopLearning(Detector):
     }
     needs = ("training_checks",)
     explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform"})
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding about parameters that are frozen, or else without a gradient, for a while."""
@@ -396,6 +397,7 @@ class VanishingGradients(Detector):
     }
     needs = ("parameter_norms",)
     explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform"})
+    yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if several weights have had a tiny gradient at two checks."""
@@ -461,6 +463,7 @@ class ExplodingGradients(Detector):
             "dead-units",
         }
     )
+    yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for a lasting growth, or for repeated extreme steps."""
@@ -554,6 +557,7 @@ class GradientJump(Detector):
     }
     needs = ("training_checks",)
     explains = frozenset({"loss-spike", "exploding-gradients"})
+    yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if gradients are far above the median of the 50 steps before, and do not return to it."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -65,6 +66,7 @@ class LearningRateTooHigh(Detector):
     thresholds = {
         "ratio": Threshold(0.1, "usual are 1e-4 to 1e-2, and up to 0.05 in the first steps of Adam"),
         "certain": Threshold(0.5, "one step replaces half of the weights"),
+        "at_once": Threshold(2.0, "one step replaces all weights, so that a run in progress needs no further evidence"),
     }
     needs = ("training_checks", "parameter_norms")
     explains = frozenset(
@@ -85,6 +87,7 @@ class LearningRateTooHigh(Detector):
             "warm-up-missing",
         }
     )
+    yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for large updates in the first steps, or for a loss that diverges."""
@@ -114,7 +117,7 @@ class LearningRateTooHigh(Detector):
             if math.isfinite(high)
             else "made the weights infinite"
         )
-        yield self.finding(
+        finding = self.finding(
             "critical",
             int(ratios.steps[is_large][0]),
             f"The learning rate {_text(lr)} is too high: at step {step:,} one update {change}{harm}.",
@@ -122,6 +125,7 @@ class LearningRateTooHigh(Detector):
             Evidence("training_checks/update_ratio", high, self.limit("ratio"), "1e-4 to 1e-2"),
             confidence=0.95 if harm and high > self.limit("certain") else 0.85,
         )
+        yield replace(finding, waits=not high > self.limit("at_once"))
 
 
 def _follows_a_jump(history: History, step: int, limit: float) -> bool:
@@ -218,6 +222,7 @@ class LearningRateTooLow(Detector):
     }
     needs = ("training_checks", "parameter_norms")
     explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "rounded-updates"})
+    yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if all updates at a steady learning rate are tiny."""
@@ -415,6 +420,7 @@ class ScheduleEndsEarly(Detector):
             "optimizer-without-effect",
         }
     )
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the learning rate is far below its peak for a large part of the training."""
@@ -549,6 +555,7 @@ class LearningRateJump(Detector):
             "no-better-than-uniform",
         }
     )
+    yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the learning rate jumps after the first 20 steps and the loss rises."""
@@ -628,6 +635,7 @@ class WarmUpMissing(Detector):
     }
     needs = ("training_checks",)
     explains = frozenset({"loss-spike", "exploding-gradients"})
+    yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the loss rises early without a warm-up and then recovers."""

@@ -49,6 +49,23 @@ def falls_short(history: History, share: float) -> bool:
     return not math.isnan(fall) and fall < share
 
 
+LEARNED = 0.8
+"""Share by which a loss falls in a training that learns."""
+CONSTANT_LOSSES = ("uniform_loss", "frequency_loss", "mean_target_loss", "constant_loss")
+"""Metrics of :data:`CHECKS` with the losses of constant predictions."""
+
+
+def learned_share(history: History) -> float:
+    """Return by which share the loss has fallen, if it is also far below that of constant predictions; else 0."""
+    loss, last = history.loss, end_level(history.loss)
+    # The first steps may have raised the loss, from which it falls back.
+    fall = 1 - last / loss.first if loss.first > 0 and len(loss) >= 10 else math.nan
+    fall = min(fall, loss_fall(history))
+    constants = [value for name in CONSTANT_LOSSES if (value := history.last(f"{CHECKS}/{name}")) > 0]
+    is_far_below = all(last < 0.5 * value for value in constants)
+    return fall if is_far_below and fall > 0 and math.isfinite(loss.last) else 0.0
+
+
 def uniform_loss(history: History) -> float:
     """Return ln(C) of a cross-entropy over C classes, the loss of equal probabilities; NaN for other losses."""
     loss = history.last("training_checks/uniform_loss")

@@ -483,6 +483,7 @@ class InitialLossHigh(Detector):
     }
     needs = (CHECKS,)
     explains = frozenset({"exploding-gradients", "learning-rate-too-high", "dead-units", "warm-up-missing"})
+    yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the first loss exceeds the uniform one by a factor."""
@@ -558,6 +559,7 @@ class TargetsNotNormalised(Detector):
             "nonfinite",
         }
     )
+    yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the first loss is above the limit and inputs and weights are not the reason."""
@@ -608,6 +610,7 @@ class LossRising(Detector):
             "initial-loss-high",
         }
     )
+    yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for a negative cross-entropy, an optimizer that maximises, or a steady rise."""
@@ -672,6 +675,7 @@ class NoBetterThanUniform(Detector):
     }
     needs = (CHECKS,)
     explains = frozenset({"loss-not-falling"})
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last losses are near ln(C)."""
@@ -737,6 +741,7 @@ class NoBetterThanFrequencies(Detector):
     }
     needs = (CHECKS,)
     explains = frozenset({"loss-not-falling", "learning-rate-too-low"})
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last checked losses are those of predicting the frequencies of their batches."""
@@ -804,6 +809,7 @@ class NoBetterThanMean(Detector):
     }
     needs = (CHECKS,)
     explains = frozenset({"loss-not-falling", "learning-rate-too-low"})
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last checked losses are those of predicting the mean of their batches."""
@@ -864,6 +870,7 @@ class LossConstant(Detector):
     }
     needs = (CHECKS,)
     explains = frozenset({"loss-not-falling", "no-better-than-uniform", "no-better-than-mean", "clipping-too-strong"})
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if all losses agree to four digits, and the optimizer changes the weights."""
@@ -896,6 +903,7 @@ class LossNotFalling(Detector):
     applies_to = "positive losses, after 200 steps"
     thresholds = {"fall": Threshold(0.02, "trainings that work fall by more within 200 steps")}
     needs = (CHECKS,)
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a remark if the loss has fallen by less than 2 %."""
@@ -933,6 +941,7 @@ class LossSpike(Detector):
         "patience": Threshold(60, "steps after the spike, so that noise is no fall"),
     }
     needs = ("loss_spikes",)
+    yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding about the first alert of a spike above the severity info."""
@@ -1025,6 +1034,7 @@ class ScoreStaysZero(Detector):
         "fall": Threshold(0.5, "of the first loss"),
     }
     needs = ("training_metrics",)
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if a named score was 0 in all evaluations."""
@@ -1094,6 +1104,7 @@ class TrainValidationDiverging(Detector):
     }
     needs = ("training_metrics",)
     explains = frozenset({"dead-units"})
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the validation loss has risen by a factor, or accuracies differ widely at the end."""
@@ -1268,6 +1279,7 @@ class ValidationBetter(Detector):
     applies_to = "runs without dropout that report a validation loss"
     thresholds = {"ratio": Threshold(0.7, "validation over training loss at the end, where a lag is small")}
     needs = ("training_metrics", CHECKS)
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a remark if the last validation losses are far below the training loss."""

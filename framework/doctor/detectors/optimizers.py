@@ -35,6 +35,7 @@ class ClippingTooStrong(Detector):
     }
     needs = ("parameter_norms",)
     explains = frozenset({"learning-rate-too-low", "loss-not-falling", "no-better-than-mean", "no-better-than-uniform"})
+    yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most steps are clipped to less than a tenth."""
@@ -201,6 +202,7 @@ class WeightsShrink(Detector):
             "loss-rising",
         }
     )
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the weight norm falls far, with a decay, while the loss does not fall as it should."""

@@ -171,6 +171,7 @@ class OptimizerWithoutEffect(Detector):
     thresholds = {"checks": Threshold(2, "one step may be skipped by a loss scaler")}
     needs = (CHECKS,)
     explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "learning-rate-too-low"})
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if steps change nothing, or if something restores the weights after each step."""

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import loopscope
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.cli import main
-from loopscope.doctor import Curve, Diagnosis, Evidence, Finding, History, diagnose, start_facts
+from loopscope.doctor import Curve, Diagnosis, Evidence, Finding, History, LiveDiagnosis, diagnose, start_facts
 from loopscope.doctor.findings import ranked
 from loopscope.errors import RunNotice
-from loopscope.hooks import Series
+from loopscope.hooks import HookPoint, Series
 from loopscope.runs import read_history
 from torch import nn
 
@@ -120,6 +121,53 @@ def test_finding_is_reported_at_its_step(tmp_path: Path, capsys: pytest.CaptureF
         train(tmp_path / "run", torch.optim.Adam(model.parameters(), lr=3.0), model, steps=1, display="normal")
     printed = capsys.readouterr().out
     assert "critical: learning-rate-too-high, step 1: " in printed
+
+
+def learning(last: float) -> History:
+    """Return the history of 60 steps of a classifier whose first update is large, and whose loss ends at ``last``."""
+    history = History({"groups": [{"optimizer": "SGD", "lr": 0.1}]})
+    losses = [2.5, *np.linspace(6.0, last, 54), *[last] * 5]
+    history.add(60, {"training_checks/loss": Series(list(range(1, 61)), losses)})
+    history.add(60, {"training_checks/update_ratio": 0.3, "training_checks/uniform_loss": math.log(10)})
+    history.curves["training_checks/update_ratio"] = Curve.of_points([1, 60], [0.3, 0.01])
+    return history
+
+
+@pytest.mark.parametrize(("last", "severity"), [(2.4, "critical"), (1.0, "warning"), (0.01, "info")])
+def test_success_lowers_findings_about_harm(last: float, severity: str) -> None:
+    """A critical finding says that the training cannot succeed."""
+    found = {item.id: item for item in diagnose(learning(last))}["learning-rate-too-high"]
+    assert found.severity == severity
+    assert ("has since fallen" in found.why) is (severity != "critical")
+
+
+def shown_live(losses: list[float]) -> list[str]:
+    """Return the warnings and notes of a run in progress with these losses, a large first update, and its end."""
+    live = LiveDiagnosis()
+    live.history.facts = {"groups": [{"optimizer": "SGD", "lr": 0.1}]}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step, loss in enumerate(losses, start=1):
+            metrics = {"training_checks/loss": loss, "training_checks/uniform_loss": math.log(10)}
+            live.emit(
+                metrics | ({"training_checks/update_ratio": 0.3} if step == 1 else {}),
+                0,
+                HookPoint.POST_STEP,
+                step=step,
+            )
+        live.close("completed")
+    return [str(item.message) for item in caught]
+
+
+def test_findings_of_the_course_wait() -> None:
+    """A rise that recovers at once is not reported."""
+    assert shown_live([2.5, *[6.0] * 8, *[0.05] * 100]) == []
+
+
+def test_refuted_findings_are_withdrawn() -> None:
+    reported, withdrawn = shown_live([2.5, *[6.0] * 60, *[0.05] * 100])
+    assert reported.startswith("critical learning-rate-too-high, step 1: ")
+    assert withdrawn.startswith("learning-rate-too-high is withdrawn at step ")
 
 
 def test_diagnosis_leaves_the_training_unchanged(tmp_path: Path) -> None:

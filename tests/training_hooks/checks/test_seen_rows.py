@@ -42,6 +42,7 @@ def test_shares_match_a_set_of_rows() -> None:
         expected = {
             "repeated_row_fraction": sum(item in seen for item in items) / 8,
             "duplicate_row_fraction": 1 - len(set(items)) / 8,
+            "same_batch_count": 0,
         }
         assert rows.add([BatchPart(batch[:3]), BatchPart(batch[3:])], 0) == expected
         seen |= set(items)
@@ -59,3 +60,13 @@ def test_memory_is_limited_and_continues(monkeypatch: pytest.MonkeyPatch) -> Non
     for memory in (rows, resumed):
         assert memory.add([part], 3)["repeated_row_fraction"] == 1
         assert memory.add([BatchPart(part.inputs + 10)], 3)["repeated_row_fraction"] == 0
+
+
+def test_equal_batches_in_a_row_are_counted() -> None:
+    """Those with the rows of the one before in another tensor; another order, another epoch and a gap end the count."""
+    rows, data = SeenRows(), torch.arange(4.0)[:, None]
+    batches = [data, data.clone(), data, data, data.flip(0), data.clone()]
+    counts = [rows.add([BatchPart(batch)], 0)["same_batch_count"] for batch in batches]
+    assert counts == [0, 1, 2, 0, 0, 0]
+    assert rows.add([BatchPart(data)], 0)["same_batch_count"] == 1
+    assert rows.add([BatchPart(data.clone())], 1)["same_batch_count"] == 0
