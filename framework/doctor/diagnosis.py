@@ -8,9 +8,9 @@ import numpy as np
 
 from ..errors import RunNotice, describe_error, library_warnings_ignored, listed, warn
 from .detector import Detector, DetectorRegistry
-from .detectors.levels import LEARNED, end_level, learned_share
 from .findings import Diagnosis, Finding, ranked, with_causes
 from .history import History
+from .levels import LEARNED, end_level, learned_share
 
 FAILED = " cannot run: "
 """Part of the reason of a hook that was left out because it failed, and not because it does not suit the training."""

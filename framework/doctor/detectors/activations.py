@@ -9,8 +9,8 @@ from ...errors import listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
+from ..levels import falls_short, loss_fall
 from .gradients import are_experts, never_trained
-from .levels import falls_short, loss_fall
 
 
 @DetectorRegistry.register

@@ -8,7 +8,7 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from .levels import CHECKS, FEW_CLASSES, are_tokens, classes_of_batches, falls_short, is_sorted_by_class, median_of
+from ..levels import CHECKS, FEW_CLASSES, are_tokens, classes_of_batches, falls_short, is_sorted_by_class, median_of
 from .losses import TrainValidationDiverging
 
 

@@ -10,7 +10,7 @@ from ...errors import listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
-from .levels import (
+from ..levels import (
     CHECKS,
     JUMP,
     end_level,

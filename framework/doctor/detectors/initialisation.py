@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from .levels import falls_short, uniform_loss
+from ..levels import falls_short, uniform_loss
 from .parameters import names_text
 
 EXTREME = 8.0

@@ -9,7 +9,7 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
-from .levels import (
+from ..levels import (
     end_level,
     gradient_norms,
     is_sorted_by_class,

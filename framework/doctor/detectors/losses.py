@@ -12,8 +12,8 @@ from ...hooks import Severity
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
+from ..levels import CHECKS, end_level, falls_short, loss_fall, median_of, start_level, uniform_loss, update_ratios
 from .learning_rates import is_warming_up
-from .levels import CHECKS, end_level, falls_short, loss_fall, median_of, start_level, uniform_loss, update_ratios
 
 
 class LossGraphDetector(Detector):

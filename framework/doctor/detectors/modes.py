@@ -7,7 +7,7 @@ from ...errors import counted
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from .levels import CHECKS
+from ..levels import CHECKS
 from .parameters import names_text
 
 UNNORMALISED = frozenset(

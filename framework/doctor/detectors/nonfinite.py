@@ -9,7 +9,7 @@ from ...errors import listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from .levels import gradient_norms
+from ..levels import gradient_norms
 
 CONSEQUENCES = frozenset(
     {

@@ -8,7 +8,7 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from .levels import falls_short, loss_fall, median_of
+from ..levels import falls_short, loss_fall, median_of
 
 
 def _number(value: object) -> float:

@@ -7,8 +7,8 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
+from ..levels import CHECKS
 from .learning_rates import lr_curve
-from .levels import CHECKS
 
 NO_RATE = 1e-4
 """Share of the largest learning rate below which rounding may remove every update."""

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from ..history import Curve, History
+from .history import Curve, History
 
 CHECKS = "training_checks"
 """The hook whose metrics most detectors read."""
