@@ -106,6 +106,32 @@ def path_exists(path: Path) -> bool:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
 
 
+def is_readable_file(path: Path) -> bool:
+    """Return whether ``path`` exists, as a regular file.
+
+    Raises:
+        UsageError: for a folder or a special file; reading a pipe could block forever.
+    """
+    exists = path_exists(path)
+    require(not exists or path.is_file(), f"{path} cannot be read: it is not a regular file; remove it.")
+    return exists
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file with their numbers from 1; a missing file has none.
+
+    Raises:
+        UsageError: if it is not a regular file, or cannot be read.
+    """
+    if not is_readable_file(path):
+        return
+    try:
+        with path.open("rb") as file:
+            yield from enumerate(file, 1)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file that may be damaged, or written by a user or another program.
 

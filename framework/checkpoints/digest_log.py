@@ -46,7 +46,9 @@ def read_digests(folder: Path) -> dict[tuple[int, int], Digest]:
             digest = Digest(**json.loads(line))
             if digest.algorithm != ALGORITHM or digest.link != link(previous_link, digest.step, digest.entries):
                 break
-        except (ValueError, TypeError, AttributeError):
+            if {int} != {type(digest.epoch), type(digest.step)}:
+                break
+        except (ValueError, TypeError, AttributeError, RecursionError):
             break
         digests[digest.epoch, digest.step] = digest
         previous_link = digest.link

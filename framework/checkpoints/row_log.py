@@ -88,9 +88,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for text in path.read_text("utf-8", "replace").splitlines():
         try:
             line = json.loads(text)
-            if {*line} != {"epoch", "start", "sizes", "rows"}:
+            if {*line} != {"epoch", "start", "sizes", "rows"} or {int} != {type(line["epoch"]), type(line["start"])}:
                 return
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return
         yield line
 
@@ -104,7 +104,14 @@ def _pack(batches: Sequence[Tensor]) -> str:
 
 
 def _unpack(line: Mapping[str, Any], batch: int) -> Tensor | None:
-    """Return the row numbers of one batch of a line, or ``None`` if the line does not reach it."""
+    """Return the row numbers of one batch of a line, or ``None`` if the line does not reach it or is damaged."""
+    try:
+        return _rows_of_batch(line, batch)
+    except (ValueError, TypeError, zlib.error, RuntimeError):  # a damaged line
+        return None
+
+
+def _rows_of_batch(line: Mapping[str, Any], batch: int) -> Tensor | None:
     planes = np.frombuffer(zlib.decompress(base64.b64decode(line["rows"])), np.uint8).reshape(8, -1)
     rows = np.ascontiguousarray(planes.T).reshape(-1).view("<i8").astype(np.int64)
     sizes = [size for size, count in line["sizes"] for _ in range(count)]

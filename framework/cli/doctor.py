@@ -98,7 +98,8 @@ def _lines(diagnoses: dict[Path, Diagnosis]) -> list[str]:
     width = min(line_width(), WIDE)
     lines = []
     for folder, diagnosis in diagnoses.items():
-        counts = [counted(len(diagnosis.at_least("warning")), "problem")]
+        problems = len(diagnosis.at_least("warning"))
+        counts = ["not checked" if diagnosis.unchecked and not problems else counted(problems, "problem")]
         notes = len(diagnosis) - len(diagnosis.at_least("warning"))
         lines.append(f"{folder}: {listed([*counts, *([counted(notes, 'remark')] if notes else [])])}")
         lines += [f"  {line}" for line in diagnosis_lines(diagnosis, width - 2)]

@@ -33,7 +33,15 @@ MOST_LINES = 40  # lines of show, unless --all is given
 MOST_FINDINGS = 3
 DEFAULT_FOLDERS = (str(ExperimentConfig.output_dir), ATTACHED_RUNS)
 """Folders of the runs of experiments, and of attached runs without ``out=``, in the current folder."""
-CUT = ("metrics", "hooks_left_out", "hooks", "options", "findings", "runs")  # fields of show's JSON that may be cut
+CUT = (
+    "metrics",
+    "missing",
+    "hooks_left_out",
+    "hooks",
+    "options",
+    "findings",
+    "runs",
+)  # fields of show's JSON that may be cut
 
 
 def ls_parser() -> CommandParser:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 from ..console import final_numbers
 from ..doctor import Diagnosis, diagnose
@@ -12,9 +12,16 @@ from ..durable_files import read_json
 from ..errors import UsageError
 from ..hooks import SEVERITIES, ExperimentRegistry
 from ..report import FoundRun
-from ..runs import SUMMARY, RunRecord, read_alerts, read_history
+from ..runs import SUMMARY, RunRecord, checked_fields, read_alerts, read_history
 from .options import plain
 from .run_parser import run_parser
+
+
+class NotChecked(TypedDict):
+    """What the diagnosis at the end of a run did not check."""
+
+    reason: str
+    sentences: Sequence[str]
 
 
 def run_content(run: FoundRun) -> dict[str, Any]:
@@ -61,7 +68,8 @@ def shown_content(runs: Sequence[FoundRun], patterns: Sequence[str], points: int
         return {"run": content["run"], "state": run.state, **_metrics(run, patterns, points)}
     diagnosis = diagnosis_of(run)
     if diagnosis is not None:
-        content |= {"verdict": diagnosis.verdict, "findings": [finding.as_dict() for finding in diagnosis]}
+        content |= {"verdict": diagnosis.verdict, "checked": not diagnosis.unchecked}
+        content |= {"findings": [finding.as_dict() for finding in diagnosis], "missing": list(diagnosis.missing)}
     counts = dict.fromkeys(SEVERITIES, 0)
     for alert in read_alerts(run.path):
         counts[alert["severity"]] += not alert.get("is_over")
@@ -118,9 +126,13 @@ def diagnosis_of(run: FoundRun) -> Diagnosis | None:
     problems = [run.problem] if run.problem else []
     with suppress(UsageError):
         if run.summary:
-            findings = read_json(run.path / SUMMARY).get("findings")
-            if isinstance(findings, list):
-                return replace(Diagnosis.of(findings), missing=problems)
+            content = read_json(run.path / SUMMARY)
+            if "not_checked" in content:
+                fields = checked_fields(
+                    content, {"findings": Sequence[Any], "not_checked": NotChecked}, run.path / SUMMARY
+                )
+                reason, sentences = fields["not_checked"]["reason"], fields["not_checked"]["sentences"]
+                return replace(Diagnosis.of(fields["findings"]), missing=[*problems, *sentences], unchecked=reason)
         diagnosis = diagnose(read_history(run.path))
         return replace(diagnosis, missing=[*problems, *diagnosis.missing])
     return None

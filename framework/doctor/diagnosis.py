@@ -12,6 +12,8 @@ from .findings import Diagnosis, Finding, ranked, with_causes
 from .history import History
 from .levels import LEARNED, end_level, learned_share
 
+CHECKS = "training_checks"
+"""The hook behind most detectors: without its values, nothing that they look for was checked."""
 FAILED = " cannot run: "
 """Part of the reason of a hook that was left out because it failed, and not because it does not suit the training."""
 
@@ -24,7 +26,8 @@ def diagnose(history: History) -> Diagnosis:
     findings: list[Finding] = []
     for detector in all_detectors():
         findings += _findings_of(detector, history)
-    return Diagnosis(with_causes(ranked(findings)), _missing(history))
+    not_checked = _not_checked(history)
+    return Diagnosis(with_causes(ranked(findings)), [*not_checked, *_missing(history)], unchecked=" ".join(not_checked))
 
 
 def all_detectors() -> list[Detector]:
@@ -55,17 +58,30 @@ def lowered(finding: Finding, history: History) -> Finding:
     return finding
 
 
-def _missing(history: History) -> list[str]:
-    """Return sentences about what detectors need and the record lacks: hooks, and the end of the training."""
+def _not_checked(history: History) -> list[str]:
+    """Return sentences about checks that the record does not allow, and what to add; empty if all were made."""
     needed = {name for detector in all_detectors() for name in detector.needs}
-    recorded = {name.partition("/")[0] for name in history.curves} | set(history.hooks)
-    failed = [reason for name, reason in history.left_out.items() if name in needed and FAILED in reason]
-    sentences = [f"The diagnosis is incomplete: {reason.rstrip('.')}." for reason in failed]
-    if absent := sorted(needed - recorded):
+    recorded = {name.partition("/")[0] for name in history.curves}
+    reasons = {name: reason for name, reason in history.left_out.items() if name in needed}
+    sentences = []
+    if absent := sorted(needed - recorded - set(history.hooks) - reasons.keys()):
         advice = "run with the group 'health' of hooks for a complete diagnosis"
         sentences.append(f"The record has no {listed(absent)}; {advice}.")
+    sentences += [
+        f"The diagnosis is incomplete: {reason.rstrip('.')}." for reason in reasons.values() if FAILED in reason
+    ]
+    if CHECKS in reasons and FAILED not in reasons[CHECKS]:
+        sentences.append(f"The data, the loss and the gradients were not checked: {reasons[CHECKS].rstrip('.')}.")
     if not len(history.loss) and (history.is_over or history.step):
         sentences.append("No step with a loss was recorded, so hardly anything could be checked.")
+    return sentences
+
+
+def _missing(history: History) -> list[str]:
+    """Return sentences about what was not checked for another reason than a missing measurement."""
+    needed = {name for detector in all_detectors() for name in detector.needs} - {CHECKS}
+    reasons = [reason for name, reason in history.left_out.items() if name in needed and FAILED not in reason]
+    sentences = [f"Not checked: {reason.rstrip('.')}." for reason in reasons]
     if not history.is_over and history.curves:
         sentences.append("The training is in progress; some findings, such as no-better-than-uniform, need its end.")
     return sentences

@@ -23,12 +23,14 @@ def diagnosis_lines(diagnosis: "Diagnosis", width: int = 100, most: int | None =
         most: the largest number of findings; the number of the others is stated.
     """
     findings = list(diagnosis)[:most]
-    lines = [] if diagnosis.at_least("warning") else ["No problem was found."]
+    has_problem = bool(diagnosis.at_least("warning"))
+    lines = [] if has_problem else textwrap.wrap(diagnosis.verdict, width, subsequent_indent=INDENT)
     for finding in findings:
         lines += finding_lines(finding, width)
     if left := len(diagnosis) - len(findings):
         lines.append(f"{left} more with loopscope doctor RUN.")
-    for sentence in (*diagnosis.untested, *diagnosis.missing):
+    missing = [item for item in diagnosis.missing if has_problem or item not in diagnosis.unchecked]
+    for sentence in (*diagnosis.untested, *missing):
         lines += textwrap.wrap(sentence, width, subsequent_indent=INDENT)
     return lines
 

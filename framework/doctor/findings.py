@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import UsageError
-from ..hooks import SEVERITIES, Severity
+from ..hooks import LARGEST_STEP, SEVERITIES, Severity
 from .change_tests import ChangeTest
 from .diagnosis_text import diagnosis_lines
 
@@ -88,8 +88,19 @@ class Finding:
             evidence = [Evidence(**item) for item in content["evidence"]]
             tests = [ChangeTest(**item) for item in content.get("tests", ())]
             names = ("id", "severity", "step", "why", "next", "confidence")
-            return cls(**{name: content[name] for name in names}, evidence=evidence, tests=tests)
-        except (KeyError, TypeError) as error:
+            fields = {name: content[name] for name in names}
+            texts = [*(fields[name] for name in ("id", "why", "next")), *(item.metric for item in evidence)]
+            if not all(isinstance(text, str) for text in texts) or fields["severity"] not in SEVERITIES:
+                raise TypeError("a text or the severity is invalid")
+            if type(fields["step"]) is not int or not 0 <= fields["step"] < LARGEST_STEP:
+                raise TypeError("its step is no step")
+            fields["confidence"] = float(fields["confidence"])
+            if not all(isinstance(item.limit, (int, float, type(None))) for item in evidence):
+                raise TypeError("a limit is no number")
+            for test in tests:
+                test.as_dict(), test.sentence
+            return cls(**fields, evidence=evidence, tests=tests)
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UsageError(f"{content!r} is not a finding of a diagnosis: {error}.") from error
 
 
@@ -102,9 +113,11 @@ class Diagnosis:
 
     findings: Sequence[Finding] = ()
     missing: Sequence[str] = ()
-    """Sentences about hooks that were not active, so that their detectors had no values."""
+    """Sentences about what was not checked, and what to add."""
     untested: Sequence[str] = ()
     """Sentences about findings whose cause could not be tested."""
+    unchecked: str = ""
+    """Why a diagnosis without problems is no good news: sentences about checks that the record does not allow."""
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.findings)
@@ -142,7 +155,7 @@ class Diagnosis:
         """The diagnosis in one short sentence."""
         counts = {name: sum(finding.severity == name for finding in self.findings) for name in SEVERITIES}
         if not counts["critical"] and not counts["warning"]:
-            return "No problem was found."
+            return f"Not checked: {self.unchecked}" if self.unchecked else "No problem was found."
         words = [
             f"{counts[name]} {name}{'s' if name == 'warning' and counts[name] > 1 else ''}"
             for name in ("critical", "warning")
@@ -153,6 +166,7 @@ class Diagnosis:
     def as_dict(self) -> dict[str, Any]:
         """Return the diagnosis as plain values, in the versioned schema."""
         content: dict[str, Any] = {"schema": SCHEMA, "findings": [finding.as_dict() for finding in self.findings]}
+        content["checked"] = not self.unchecked
         lists = {"missing": list(self.missing), "untested": list(self.untested)}
         return content | {name: sentences for name, sentences in lists.items() if sentences}
 

@@ -1,6 +1,6 @@
 """Base classes, contexts, metrics, taps and registries for hook authors."""
 
-from .alerts import ALERTS, SEVERITIES, Alert, AlertNotice, Recovery, Severity, alert_fields
+from .alerts import ALERTS, LARGEST_STEP, SEVERITIES, Alert, AlertNotice, Recovery, Severity, alert_fields
 from .attention_calls import AttentionCall, FusedCall, ScoreBlock, WrittenCall
 from .backward_passes import BackwardPass
 from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
@@ -32,6 +32,7 @@ __all__ = [
     "EVERY_STEP",
     "GROUPS",
     "KEYWORDS",
+    "LARGEST_STEP",
     "SET_AT",
     "SEVERITIES",
     "STEP_POINTS",

@@ -9,6 +9,8 @@ from ..errors import RunNotice, UsageError, shortened, unknown
 Severity = Literal["info", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """All severities of alerts and of the doctor's findings, the mildest first."""
+LARGEST_STEP = 2**53
+"""Steps are exact as floats below this number; files of runs contain no larger one."""
 ALERTS = "alerts.jsonl"
 """File with all alerts of a run, in the run's folder; written by sinks."""
 
@@ -99,15 +101,20 @@ def alert_fields(content: Mapping[str, Any]) -> dict[str, Any]:
         UsageError: if the content is no alert.
     """
     texts = [content.get(name) for name in ("hook", "metric", "sentence")]
-    if not isinstance(content.get("step"), int) or not all(isinstance(text, str) for text in texts):
+    step = content.get("step")
+    if type(step) is not int or not 0 <= step < LARGEST_STEP or not all(isinstance(text, str) for text in texts):
         raise UsageError(f"{shortened(str(content))} is not an alert: it needs step, hook, metric and sentence.")
     hook, metric, _ = texts
     severity = content.get("severity")
-    defaults = {
+    id_, rows = content.get("id"), content.get("rows")
+    numbers = {name: content.get(name) for name in ("value", "limit")}
+    return {
+        **content,
+        **{name: value if isinstance(value, (int, float)) else None for name, value in numbers.items()},
+        "rows": rows if isinstance(rows, list) and {int}.issuperset(map(type, rows)) else None,
         "severity": severity if severity in SEVERITIES else "info" if content.get("is_over") else "warning",
-        "id": content.get("id") or default_id(f"{hook}/{metric}"),
+        "id": id_ if isinstance(id_, str) and id_ else default_id(f"{hook}/{metric}"),
     }
-    return {**content, **defaults}
 
 
 class Recovery(Alert, RunNotice):

@@ -63,7 +63,7 @@ class AttachedScope(JupyterMixin):
         if test:
             check_testable(attached)
         if not attached.is_started:
-            return Diagnosis()
+            return Diagnosis(unchecked="The training has not started.")
         with preserved_streams():
             diagnosis = diagnosis_with(attached.run.diagnosis.history, attached.manager.dispatch.pending())
             return with_tests(attached, diagnosis, branches, steps) if test else diagnosis

@@ -41,7 +41,12 @@ def scope_view(status: str, diagnosis: Diagnosis | None, metrics: Mapping[str, A
     parts: list[RenderableType] = [Text(printable(status))]
     if diagnosis is not None:
         problems = diagnosis.at_least("warning")
-        parts.append(Text(diagnosis_words(diagnosis), STYLES[problems[0].severity] if problems else "green"))
+        parts.append(
+            Text(
+                diagnosis_words(diagnosis),
+                STYLES[problems[0].severity] if problems else "" if diagnosis.unchecked else "green",
+            )
+        )
         parts += [FindingText(finding) for finding in problems[:MOST_FINDINGS]]
         if left := len(diagnosis) - len(problems[:MOST_FINDINGS]):
             parts.append(Text(f"{counted(left, 'further finding')}: print(scope.diagnose())", "dim"))

@@ -21,21 +21,28 @@ def verdict_of(runs: Sequence[ShownRun]) -> tuple[str, str]:
         first = f": {_name(diagnosis.findings[0])}" if diagnosis and _has_problem(diagnosis) else ""
         return severity_of(diagnosis), diagnosis_words(diagnosis) + first
     severities = {shown.label: severity_of(shown.diagnosis) for shown in runs}
+    unchecked = [
+        shown.label for shown in runs if shown.diagnosis is not None and severity_of(shown.diagnosis) == "unknown"
+    ]
     named = [f"{shown.label} ({_most_important(shown.diagnosis)})" for shown in runs if _has_problem(shown.diagnosis)]
-    unread = [label for label, kind in severities.items() if kind == "unknown"]
+    unread = [shown.label for shown in runs if shown.diagnosis is None]
     unknown = f" {counted(len(unread), 'run')} could not be diagnosed: {listed(unread, MOST_NAMED)}." if unread else ""
+    unknown += f" {counted(len(unchecked), 'run')} not checked: {listed(unchecked, MOST_NAMED)}." if unchecked else ""
     if not named:
-        kind = "unknown" if len(unread) == len(runs) else "none"
-        return kind, (f"No problem was found in {counted(len(runs) - len(unread), 'run')}." + unknown).strip()
+        checked = len(runs) - len(unread) - len(unchecked)
+        good = f"No problem was found in {counted(checked, 'run')}." if checked else ""
+        return "unknown" if unknown else "none", (good + unknown).strip()
     worst = "critical" if "critical" in severities.values() else "warning"
     return worst, f"Problems in {len(named)} of {len(runs)} runs: {listed(named, MOST_NAMED)}.{unknown}"
 
 
 def severity_of(diagnosis: Diagnosis | None) -> str:
-    """Return ``critical`` or ``warning``, ``none`` for a diagnosis without either, ``unknown`` without a diagnosis."""
+    """Return ``critical`` or ``warning``; else ``none`` if everything was checked, and ``unknown`` if it was not."""
     if diagnosis is None:
         return "unknown"
-    return diagnosis.severity if diagnosis.severity in ("critical", "warning") else "none"
+    if diagnosis.severity in ("critical", "warning"):
+        return diagnosis.severity
+    return "unknown" if diagnosis.unchecked else "none"
 
 
 def _has_problem(diagnosis: Diagnosis | None) -> bool:
@@ -59,7 +66,7 @@ def diagnosis_words(diagnosis: Diagnosis | None) -> str:
     counts = {name: sum(finding.severity == name for finding in diagnosis) for name in SEVERITIES}
     critical = counted(counts["critical"], "critical problem") if counts["critical"] else ""
     warning = counted(counts["warning"], "warning") if counts["warning"] else ""
-    return " and ".join(filter(None, [critical, warning])) or "No problem was found."
+    return " and ".join(filter(None, [critical, warning])) or diagnosis.verdict
 
 
 def run_cards(
@@ -84,7 +91,7 @@ def _unchecked(runs: Sequence[ShownRun]) -> str:
     """Return what the diagnoses could not check, each sentence once with its runs; empty if nothing."""
     labels: dict[str, list[str]] = {}
     for shown in runs:
-        for sentence in shown.diagnosis.missing if shown.diagnosis else ():
+        for sentence in () if shown.diagnosis is None else shown.diagnosis.missing:
             labels.setdefault(sentence, []).append(shown.label)
     lines = []
     for sentence, affected in labels.items():

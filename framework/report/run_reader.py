@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..doctor import Diagnosis
-from ..durable_files import path_exists, read_json
+from ..durable_files import is_readable_file, path_exists, read_json
 from ..errors import LONGEST_TEXT, UsageError, listed, require, shortened
 from ..hooks import ALERTS, alert_fields, as_float
 from ..runs import EXPLANATION, REWINDS, SUMMARY, Record, RunRecord, forward_emits, record_of
@@ -147,17 +147,17 @@ def _noted(problems: list[str]) -> Iterator[None]:
 
 
 def _read_alerts(shown: ShownRun, path: Path) -> None:
-    if path_exists(path):
+    exists = is_readable_file(path)
+    if exists:
         check_size(path, MOST_ALERT_BYTES)
-    lines = path.read_bytes().splitlines() if path_exists(path) else []
+    lines = path.read_bytes().splitlines() if exists else []
     for line in lines[:MOST_ALERTS]:
         with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError, UsageError):
             alert = alert_fields(json.loads(line))
             names = ("hook", "metric", "severity", "id", "sentence")
             texts = {name: shortened(str(alert[name]), LONGEST_TEXT) for name in names}
-            rows = alert.get("rows")
-            if isinstance(rows, list) and rows and {int}.issuperset(map(type, rows)):
-                texts["rows"] = f"rows {listed(rows, FEW_ROWS)}"
+            if alert["rows"]:
+                texts["rows"] = f"rows {listed(alert['rows'], FEW_ROWS)}"
             is_over = alert.get("is_over") is True
             shown.alerts.append({"step": operator.index(alert["step"]), "is_over": is_over, **texts})
             shown.alert_records.append(alert)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ..errors import UsageError, shortened
-from ..hooks import HookPoint, MetricSink, SinkRegistry
+from ..hooks import LARGEST_STEP, HookPoint, MetricSink, Series, SinkRegistry
 from ..option_words import is_command_line
 
 Emit = TypeVar("Emit")
@@ -60,18 +60,36 @@ def forward_emits(path: Path, emits: Iterable[Emit], take: Callable[[Emit], None
     """Read the emits of the record at ``path`` and pass each to ``take``.
 
     Raises:
-        UsageError: if the record is damaged or cannot be read; the message has the number of emits before it.
+        UsageError: if the record is damaged or cannot be read; the message has the number of emits before it,
+            and the line.
     """
     count = 0
     try:
         for emit in emits:
+            if isinstance(emit, Record):
+                _check(emit)
             take(emit)
             count += 1
     except OSError as error:
         raise UsageError(f"{path} could not be read or replayed after {count} emits: {error.strerror}.") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         reason = f"{type(error).__name__}: {shortened(str(error))}"
-        raise UsageError(f"{path} cannot be read after {count} emits ({reason}).") from error
+        line = f", at line {count + 1:,}" if path.suffix == ".jsonl" else ""
+        raise UsageError(f"{path} cannot be read after {count} emits{line} ({reason}).") from error
+
+
+def _check(emit: Record) -> None:
+    """Raise ``ValueError`` for an emit that no sink has written, so that readers need not expect it."""
+    steps = [emit.epoch, emit.step]
+    for name, value in emit.metrics.items():
+        if isinstance(value, Series):
+            if type(value.steps) is not list or type(value.values) is not list:
+                raise ValueError(f"{name} is not a series of steps and values")
+            if len(value.steps) != len(value.values):
+                raise ValueError(f"{name} has {len(value.values)} values at {len(value.steps)} steps")
+            steps += value.steps
+    if {*map(type, steps)} != {int} or min(steps) < 0 or max(steps) >= LARGEST_STEP:
+        raise ValueError("an epoch or a step is no number of steps")
 
 
 def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:

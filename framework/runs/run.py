@@ -188,7 +188,9 @@ class Run:
         )
         self.summary["sample"] = None if sample is None else str(sample)
         self.diagnosis.history.status = status
-        self.summary["findings"] = diagnose(self.diagnosis.history).as_dict()["findings"]
+        diagnosis = diagnose(self.diagnosis.history)
+        self.summary["findings"] = diagnosis.as_dict()["findings"]
+        self.summary["not_checked"] = {"reason": diagnosis.unchecked, "sentences": list(diagnosis.missing)}
         self.folder.write_summary(self.summary)
         self.display.strategy_ended(self.summary)
         return self.summary

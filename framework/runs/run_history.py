@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..doctor import History
-from ..durable_files import path_exists
-from ..errors import UsageError
+from ..durable_files import read_lines
+from ..errors import UsageError, listed, warn
 from ..hooks import ALERTS, alert_fields
 from .records import RunRecord, read_left_out, read_status
 from .replay import Record, forward_emits, record_of
@@ -52,9 +52,19 @@ def history_without_metrics(folder: Path, run: RunRecord) -> History:
 
 
 def read_alerts(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the alerts and recoveries of the run in a folder, oldest first; a line that is not an alert is left out."""
+    """Yield the alerts and recoveries of the run in a folder, oldest first; warn of lines that are not alerts.
+
+    Raises:
+        UsageError: if the file of alerts cannot be read.
+    """
     path = folder / ALERTS
-    lines = path.read_bytes().splitlines() if path_exists(path) else []
-    for line in lines:
-        with suppress(ValueError, TypeError, AttributeError, RecursionError, UsageError):
-            yield alert_fields(json.loads(line))
+    damaged = []
+    for number, line in read_lines(path):
+        try:
+            alert = alert_fields(json.loads(line))
+        except (ValueError, TypeError, AttributeError, RecursionError, UsageError):
+            damaged.append(number)
+        else:
+            yield alert
+    if damaged:
+        warn(f"{path} is damaged: these lines are not alerts, and are left out: {listed(damaged)}.")

@@ -15,10 +15,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.cli import main
-from loopscope.doctor import Curve, Diagnosis, Evidence, Finding, History, LiveDiagnosis, diagnose, start_facts
+from loopscope.doctor import (
+    Curve,
+    Diagnosis,
+    Evidence,
+    Finding,
+    History,
+    LiveDiagnosis,
+    all_detectors,
+    diagnose,
+    start_facts,
+)
 from loopscope.doctor.findings import ranked
 from loopscope.errors import RunNotice
 from loopscope.hooks import HookPoint, Series
+from loopscope.report.diagnosis_section import verdict_of
+from loopscope.report.run_reader import read_shown
 from loopscope.runs import read_history
 from torch import nn
 
@@ -299,6 +311,58 @@ def test_command_reports_a_clean_run(
     words = ["doctor", str(tmp_path / "run"), *(["--fail-on", fail_on] if fail_on else [])]
     assert main(words, packages=("loopscope.sinks", "loopscope.training_hooks")) == status
     assert "No problem was found." in capsys.readouterr().out
+
+
+def history_of(*hooks: str) -> History:
+    """Return the history of a healthy run with a falling loss and these hooks."""
+    history = History(status="completed", hooks=hooks)
+    for step in range(1, 9):
+        history.add(step, {f"{hook}/loss": 1.0 / step for hook in hooks})
+    return history
+
+
+NEEDED = sorted({name for detector in all_detectors() for name in detector.needs})
+
+
+@pytest.mark.parametrize("absent", NEEDED)
+def test_verdict_needs_every_hook(absent: str) -> None:
+    """Without a hook that detectors need, the verdict is its name and what to add, and no good news."""
+    assert diagnose(history_of(*NEEDED)).verdict == "No problem was found."
+    diagnosis = diagnose(history_of(*(name for name in NEEDED if name != absent)))
+    assert diagnosis.verdict.startswith("Not checked: ")
+    assert f"no {absent}; run with the group 'health'" in diagnosis.verdict
+    assert diagnosis.as_dict()["checked"] is False
+    assert str(diagnosis).count(absent) == 1
+
+
+@pytest.mark.parametrize("reason", ["'training_checks' needs batches; call scope.batches", "x cannot run: y"])
+def test_verdict_needs_checks_that_ran(reason: str) -> None:
+    history = history_of(*NEEDED)
+    history.left_out = {"training_checks": reason}
+    assert reason in diagnose(history).verdict
+    history.left_out = {"activations": "The model has no activations"}
+    assert diagnose(history).verdict == "No problem was found."
+    assert "Not checked: The model has no activations." in diagnose(history).missing
+
+
+def test_unchecked_run_is_never_green(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run without hooks whose loss explodes: show, doctor, JSON, page and scope have no green verdict."""
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=50.0)
+    with loopscope.attach(model, optimizer, hooks=[], out=tmp_path / "run", display="none") as scope:
+        assert scope.diagnose().verdict == "Not checked: The training has not started."
+        for batch in scope.batches([torch.ones(4, 8)] * 5):
+            scope.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert scope.diagnose().verdict.startswith("Not checked: ")
+    for words in (["show"], ["show", "--json"], ["doctor"], ["doctor", "--json"]):
+        main([words[0], str(tmp_path / "run"), *words[1:]], packages=("loopscope.sinks", "loopscope.training_hooks"))
+        shown = capsys.readouterr().out
+        assert "Not checked: " in shown
+        assert "No problem" not in shown
+    shown_run = read_shown(tmp_path / "run", "run", 2**20)
+    assert verdict_of([shown_run])[0] == verdict_of([shown_run, shown_run])[0] == "unknown"
 
 
 def test_command_fails_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from loopscope.doctor import all_detectors
 from loopscope.durable_files import write_json
 from loopscope.hooks import ALERTS
 from loopscope.runs import CONFIG
@@ -11,6 +12,8 @@ from tests.framework.report.plotted import record
 
 MISSING = {"count": 2, "names": ["a.weight", "a.bias"], "share": 0.25}
 VALUES = [4.0, 3.0, 2.0, 1.5, 9.0, 1.4, 1.3, 1.2]
+NEEDED = sorted({name for detector in all_detectors() for name in detector.needs})
+"""The hooks behind the verdict."""
 SPIKE = {
     "epoch": 0,
     "step": 5,
@@ -33,7 +36,10 @@ def healthy_run(root: Path, strategy: str = "healthy", rate: float = 0.1) -> Pat
         metrics |= {"training_metrics/evaluation/val_loss": loss + 0.5, "training_metrics/val_acc": 1 / loss}
         emits.append((step, metrics))
     folder = record(root, emits, strategy=strategy)
-    write_json(folder / CONFIG, {"experiment": "exp", "strategy": strategy, "config": {"rate": rate}, "hooks": {}})
+    write_json(
+        folder / CONFIG,
+        {"experiment": "exp", "strategy": strategy, "config": {"rate": rate}, "hooks": dict.fromkeys(NEEDED, {})},
+    )
     return folder
 
 
