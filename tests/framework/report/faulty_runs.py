@@ -38,7 +38,7 @@ def healthy_run(root: Path, strategy: str = "healthy", rate: float = 0.1) -> Pat
     folder = record(root, emits, strategy=strategy)
     write_json(
         folder / CONFIG,
-        {"experiment": "exp", "strategy": strategy, "config": {"rate": rate}, "hooks": dict.fromkeys(NEEDED, {})},
+        {"experiment": "exp", "strategy": strategy, "config": {"rate": rate}, "hooks": {name: {} for name in NEEDED}},
     )
     return folder
 
