@@ -13,6 +13,7 @@ from ..console import (
     final_numbers,
     in_columns,
     number_text,
+    place_text,
     printable,
     result_line,
     shortened,
@@ -95,7 +96,7 @@ def _row(run: FoundRun, width: int) -> dict[str, str]:
     row = {
         "run": str(run.path),
         "state": shortened(run.state, len("interrupted")),
-        "ep/steps": f"{length[0]:,}/{length[1]:,}" if length else "",
+        "ep/steps": (f"{length[0]:,}/{length[1]:,}" if length[0] else f"{length[1]:,}") if length else "",
         "time": duration_text(seconds) if run.summary or run.state == "running" else "",
         "began": time.strftime(date, began),
         "treatments": ", ".join(run.record.treatments) if run.record else "",
@@ -195,7 +196,7 @@ def _fields(run: FoundRun, *, short: bool) -> Iterator[tuple[str, str]]:
         left_out = [*summary.get("hooks_left_out", ())]
         fields["hooks"] = ", ".join(name for name in record.hooks if name not in left_out) or "none"
         fields["left out"] = ", ".join(left_out)
-        fields["so far"] = f"epoch {run.length[0]:,}, step {run.length[1]:,}" if run.length and not summary else ""
+        fields["so far"] = place_text(*run.length) if run.length and not summary else ""
         fields |= {part: _listed(summary[part]) for part in ("initial", "final") if summary}
     yield from ((label, text) for label, text in fields.items() if text)
 

@@ -12,7 +12,17 @@ from ..console import printable
 from ..durable_files import path_exists
 from ..errors import listed
 from ..optional_packages import require_package
-from ..report import Look, hook_panels, hook_picture, matcher, metric_picture, read_runs, save_picture, seeds_picture
+from ..report import (
+    LOSSES,
+    Look,
+    hook_panels,
+    hook_picture,
+    matcher,
+    metric_picture,
+    read_runs,
+    save_picture,
+    seeds_picture,
+)
 from ..runs import require
 from .parser import NAMES, CommandParser, dashed, write_line
 
@@ -42,16 +52,19 @@ def plot(words: Sequence[str]) -> None:
     log_y = True if given["log_y"] else False if given["linear_y"] else None
     require_package("matplotlib", "loopscope plot")
     panels = hook_panels(PROVENANCE) if given[PROVENANCE] else []
-    wanted = matcher([*given["metrics"], *(name for panel in panels for name in (*panel.curves, *panel.shares))])
+    patterns = given["metrics"] or LOSSES
+    wanted = matcher([*patterns, *(name for panel in panels for name in (*panel.curves, *panel.shares))])
     runs, unit = read_runs(map(Path, given["RUN"]), wanted, given["x"])
     if given[PROVENANCE]:
         picture = hook_picture(PROVENANCE, runs)
     else:
         names = listed(list(dict.fromkeys(name for run in runs for name in run.names))) or "none"
         problem = f"loopscope plot needs --metrics PATTERN... or --provenance; recorded metrics: {names}."
-        require(given["metrics"] != [], problem)
+        losses = {name: max(len(run.curves[name].steps) for run in runs if name in run.curves)
+                  for name in LOSSES if any(name in run.curves for run in runs)}  # fmt: skip
+        require(bool(given["metrics"] or losses), problem)
         draw = seeds_picture if given["seeds"] else metric_picture
-        picture = draw(runs, given["metrics"], overlay=given["overlay"])
+        picture = draw(runs, given["metrics"] or [max(losses, key=losses.__getitem__)], overlay=given["overlay"])
     options = {name: value for name, value in given.items() if value != parser.defaults.get(name, False)}
     about = _origin(options)
     path = _path(picture.words, options, about[1])
@@ -101,11 +114,12 @@ def is_free(path: Path, mark: str) -> bool:
 def plot_parser() -> CommandParser:
     """Build the parser of ``loopscope plot``."""
     parser = CommandParser(
-        "plot RUN... --metrics PATTERN... [options]\n       loopscope plot RUN... --provenance [options]",
+        "plot RUN... [--metrics PATTERN...] [options]\n       loopscope plot RUN... --provenance [options]",
         "Draw metrics of runs against steps or epochs, from their records.",
     )
     parser.add_argument("RUN", nargs="*", help="the folder of a run, or of an experiment for all its strategies")
-    metrics = "full names of metrics, or quoted patterns: 'norms/*', or 'norms/**' for all levels"
+    levels = "full names of metrics, or quoted patterns: 'norms/*', or 'norms/**' for all levels"
+    metrics = f"{levels} (default: the training loss)"
     parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
     for switch, text in SWITCHES.items():
         parser.add_argument(switch, action="store_true", help=text)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..console import result_line
+from ..console import place_text, result_line
 from ..durable_files import write_atomically
 from ..errors import listed
 from ..optional_packages import require_package
@@ -58,7 +58,7 @@ def sentence_of(shown: ShownRun) -> str:
         result = result_line(run.summary).plain.partition(": ")[2]
         result += f"; error: {run.summary['error']}" if run.summary["error"] else ""
     else:
-        result = UNENDED[run.state] + (f", recorded up to epoch {last[0]:,}, step {last[1]:,}" if last else "")
+        result = UNENDED[run.state] + (f", recorded up to {place_text(*last)}" if last else "")
     failed = ", ".join(str(error["hook"]) for error in run.summary.get("hook_errors", ()))
     treatments = f"treatments: {shown.treatments}" if shown.treatments else ""
     parts = (result, treatments, f"failed hooks: {failed}" if failed else "")

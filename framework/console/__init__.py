@@ -11,8 +11,8 @@ from .notebook import NotebookOutput
 from .run_console import Mode, RunConsole, watch
 from .runs_line import MARK, RunsLine, ProgressMessages
 from .tables import (
-    documented, experiment_list, final_numbers, first_line, hook_list, hook_page, lost_rows_text, points_text,
-    result_line, split_columns,
+    documented, experiment_list, final_numbers, first_line, hook_list, hook_page, lost_rows_text, place_text,
+    points_text, result_line, split_columns,
 )
 from .terminal import make_console, show_warnings
 from .text import duration_text, in_columns, number_text, printable, shortened, value_text
@@ -39,6 +39,7 @@ __all__ = [
     "make_console",
     "newest_table",
     "number_text",
+    "place_text",
     "points_text",
     "printable",
     "result_line",

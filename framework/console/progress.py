@@ -221,7 +221,7 @@ class TrainingProgress:
             self._pace.popleft()
         start, done_at_start = self._pace[0]
         rate = (done - done_at_start) / (now - start) if now > start else None
-        chosen, epoch = self.chosen(), epochs if self.unit == "step" else None
+        chosen, epoch = self.chosen(), epochs if self.unit == "step" and epochs and epochs >= 1 else None
         numbers = newest_numbers(loop, with_evaluation=not chosen)
         return Position(self.unit, done, self.length, rate, numbers, epoch=epoch, chosen=chosen)
 

@@ -62,7 +62,7 @@ def strategy_header(
 
 
 def final_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Return the last training loss and the final accuracies, or the full evaluation if it has no accuracy."""
+    """Return the final training loss and the final accuracies, or the full evaluation if it has no accuracy."""
     final: Mapping[str, float] = summary["final"]
     accuracies = {name: value for name, value in final.items() if name.endswith("_acc")}
     loss = {} if summary["training_loss"] is None else {"loss": summary["training_loss"]}
@@ -82,7 +82,7 @@ def result_line(summary: Mapping[str, Any]) -> Text:
         ending = f"target reached at epoch {reached['epoch']}" if reached else ending
     return Text.assemble(
         (run_name(summary), "bold"),
-        f": {ending} after {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, ",
+        f": {ending} after {length_text(summary['epochs'], summary['steps'])}, ",
         f"{duration_text(summary['seconds']['training'])}{numbers}",
         (f"; {lost}" if lost else "", "bold red"),
     )
@@ -91,7 +91,31 @@ def result_line(summary: Mapping[str, Any]) -> Text:
 def _mean_text(summary: Mapping[str, Any]) -> str:
     """Return over which steps the training loss is a mean, or an empty text for a summary of an earlier version."""
     over = summary.get("training_loss_over")
-    return f" (mean of the {over})" if over and summary["training_loss"] is not None else ""
+    if not over or summary["training_loss"] is None:
+        return ""
+    if over == "last step":
+        return f" ({over})"
+    last = summary.get("last_loss")
+    newest = f"; last step {number_text(last)}" if last is not None and over != "epoch" else ""
+    return f" (mean of {over if over[0].isdigit() else f'the {over}'}{newest})"
+
+
+def length_text(epochs: int, steps: int) -> str:
+    """Return epochs and steps in words, without the epochs of a loop that has none.
+
+    >>> length_text(2, 90), length_text(0, 401)
+    ('2 epochs, 90 steps', '401 steps')
+    """
+    return f"{counted(epochs, 'epoch')}, {counted(steps, 'step')}" if epochs else counted(steps, "step")
+
+
+def place_text(epoch: int, step: int) -> str:
+    """Return a place in a run in words, without the epoch of a loop that has none.
+
+    >>> place_text(1, 90), place_text(0, 401)
+    ('epoch 1, step 90', 'step 401')
+    """
+    return f"epoch {epoch:,}, step {step:,}" if epoch else f"step {step:,}"
 
 
 def lost_rows_text(summary: Mapping[str, Any]) -> str:

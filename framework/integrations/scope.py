@@ -83,7 +83,8 @@ class AttachedScope(JupyterMixin):
             return "not started"
         loop, planned = attached.manager.state.loop, attached.run.diagnosis.history.planned_steps
         steps = f"step {loop.step:,}" + (f" of {planned:,} ({loop.step / planned:.0%})" if planned else "")
-        return f"{'closed' if attached.is_closed else 'running'}, epoch {loop.epoch}, {steps}"
+        epoch = f"epoch {loop.epoch}, " if attached.manager.counts_epochs else ""
+        return f"{'closed' if attached.is_closed else 'running'}, {epoch}{steps}"
 
 
 class Scope(AttachedScope):

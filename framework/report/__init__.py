@@ -8,12 +8,36 @@ from .run_index import FoundRun, find_runs, inspect_run, read_run
 from .page import MARK, page_of
 from .panels import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, run_labels
 from .plotting import plot, read_runs, save_picture, seeds_picture
-from .relevance import ordered
+from .relevance import LOSSES, ordered
 from .run_reader import ShownRun, read_shown
 
 __all__ = [
-    "BRANCHES", "MARK", "FoundRun", "Look", "Picture", "ShownRun", "compare_runs", "departure_text", "diagnosis_words",
-    "differing_parts", "find_runs", "hook_panels", "hook_picture", "inspect_run", "matcher", "metric_picture",
-    "ordered", "page_of", "plot", "read_curves", "read_run", "read_runs", "read_shown", "removed_text", "run_labels",
-    "save_picture", "seeds_picture",
+    "BRANCHES",
+    "LOSSES",
+    "MARK",
+    "FoundRun",
+    "Look",
+    "Picture",
+    "ShownRun",
+    "compare_runs",
+    "departure_text",
+    "diagnosis_words",
+    "differing_parts",
+    "find_runs",
+    "hook_panels",
+    "hook_picture",
+    "inspect_run",
+    "matcher",
+    "metric_picture",
+    "ordered",
+    "page_of",
+    "plot",
+    "read_curves",
+    "read_run",
+    "read_runs",
+    "read_shown",
+    "removed_text",
+    "run_labels",
+    "save_picture",
+    "seeds_picture",
 ]

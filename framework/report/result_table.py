@@ -13,6 +13,7 @@ from .run_reader import ShownRun
 from .run_styles import RunStyle
 from .tables import scrolled, text
 
+TRAINING_LOSS = "training loss"
 MOST_NUMBERS, MOST_SETTINGS, LONGEST_SETTING = 4, 4, 24
 SETTINGS = ("config", "training", "hooks", "treatments")
 """Parts of a record whose differences are settings; the others describe the machine."""
@@ -23,8 +24,11 @@ class Result:
     """The last and the best value of a metric; ``best`` is NaN if neither direction is better."""
 
     last: float
+    """The last recorded value; of the training loss the final loss of the summary, if the run has ended."""
     best: float = math.nan
     best_step: int = 0
+    about: str = ""
+    """Of what the last value is the mean."""
 
 
 def result_table(runs: Sequence[ShownRun], styles: Sequence[RunStyle]) -> str:
@@ -34,7 +38,7 @@ def result_table(runs: Sequence[ShownRun], styles: Sequence[RunStyle]) -> str:
     differing = [row for row in differing_parts(records) if row["part"] in SETTINGS] if len(records) > 1 else []
     shown_settings = differing[:MOST_SETTINGS]
     heading = ["run", "steps", *names, *(row["name"] for row in shown_settings)]
-    results = {name: [_result(shown, name) for shown in runs] for name in names.values()}
+    results = {name: [_result(shown, name, heading) for shown in runs] for heading, name in names.items()}
     rows = []
     for index, (shown, style) in enumerate(zip(runs, styles, strict=True)):
         cells = [f'<th scope="row">{style.swatch}{text(shown.label)}</th>', _cell(_steps(shown))]
@@ -61,7 +65,7 @@ def _number_names(runs: Sequence[ShownRun]) -> dict[str, str]:
     chosen = list(dict.fromkeys([*losses, *validation, *accuracies]))[:MOST_NUMBERS]
     names: dict[str, str] = {}
     for name in chosen:
-        heading = "training loss" if name in losses else _last_part(name)
+        heading = TRAINING_LOSS if name in losses else _last_part(name)
         names[name if heading in names else heading] = name
     return names
 
@@ -70,15 +74,19 @@ def _last_part(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _result(shown: ShownRun, name: str) -> Result | None:
+def _result(shown: ShownRun, name: str, heading: str) -> Result | None:
     if name not in shown.points:
         return None
     steps, values = (np.asarray(part, dtype=np.float64) for part in shown.points[name])
+    last, about = float(values[-1]), ""
+    final = shown.run.summary.get("training_loss")
+    if heading == TRAINING_LOSS and final is not None:
+        last, about = float(final), str(shown.run.summary.get("training_loss_over", ""))
     direction, finite = direction_of(name), np.isfinite(values)
     if not direction or not finite.any():
-        return Result(float(values[-1]))
+        return Result(last, about=about)
     place = int(np.argmin(np.where(finite, direction * values, np.inf)))
-    return Result(float(values[-1]), float(values[place]), int(steps[place]))
+    return Result(last, float(values[place]), int(steps[place]), about)
 
 
 def _best_run(name: str, results: Sequence[Result | None]) -> int | None:
@@ -106,5 +114,7 @@ def _number_cell(result: Result | None, *, is_best: bool) -> str:
     last = f'<strong class="{"best" if is_best else "last"}">{result.last:.4g}</strong>'
     if not math.isfinite(result.last):
         last = f'<strong class="bad">{result.last}</strong>'
-    best = f"<small>best {result.best:.4g} at {result.best_step:,}</small>" if math.isfinite(result.best) else ""
-    return f"<td>{last}{best}</td>"
+    notes = [f"mean of the {result.about}"] if result.about.startswith("last ") and result.about != "last step" else []
+    if math.isfinite(result.best) and f"{result.best:.4g}" != f"{result.last:.4g}":
+        notes.append(f"best {result.best:.4g} at {result.best_step:,}")
+    return f"<td>{last}{''.join(f'<small>{text(note)}</small>' for note in notes)}</td>"

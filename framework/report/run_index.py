@@ -45,7 +45,7 @@ SUMMARY_FIELDS = {  # the fields read from a summary
 }
 
 
-OPTIONAL_FIELDS = {"sink_errors": Sequence[FailedSink]}
+OPTIONAL_FIELDS = {"sink_errors": Sequence[FailedSink], "training_loss_over": str, "last_loss": float | None}
 """Fields that the summaries of earlier versions lack."""
 
 

@@ -183,9 +183,10 @@ class Run:
         training = 0.0 if began is None else (now if ended is None else ended) - began
         seconds = {"total": now - self._created_at, "training": training}
         manager, record, path = self.manager, self.record, self.folder.path
-        self.summary = build_summary(
-            manager, record, path, status, error, seconds, final, self.initial, self.compared_metrics
-        )
+        loop, compared, history = manager.state.loop, self.compared_metrics, self.diagnosis.history
+        epochs = max(1, loop.epoch) if manager.counts_epochs else 0
+        loss = history.final_loss(loop.step, loop.epoch_loss, epochs)
+        self.summary = build_summary(manager, record, path, status, error, seconds, final, self.initial, compared, loss)
         self.summary["sample"] = None if sample is None else str(sample)
         self.diagnosis.history.status = status
         diagnosis = diagnose(self.diagnosis.history)

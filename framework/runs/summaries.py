@@ -24,8 +24,13 @@ def build_summary(
     final: Mapping[str, float],
     initial: Mapping[str, float] = {},
     compared: Sequence[str] = (),
+    final_loss: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
-    """Summarise a run up to now; ``compared`` are full names of the metrics in which strategies are compared."""
+    """Summarise a run up to now.
+
+    ``compared`` are full names of the metrics in which strategies are compared, ``final_loss`` the result of
+    :meth:`.History.final_loss`.
+    """
     loop, task, metrics = manager.state.loop, manager.task, manager.dispatch.last()
     sink_errors = manager.dispatch.sink_errors
     if status == "completed" and any(error["lost_rows"] for error in sink_errors):
@@ -44,8 +49,7 @@ def build_summary(
         "seconds": dict(seconds),
         "steps_per_second": loop.step / seconds["training"] if seconds["training"] else None,
         "model": model_size(task.model),
-        "training_loss": loop.epoch_loss,
-        "training_loss_over": "epoch" if manager.counts_epochs else "interval",
+        **final_loss,
         "initial": dict(initial),
         "final": dict(final),
         "deltas": deltas(initial, final),

@@ -204,7 +204,7 @@ def test_late_column_keeps_its_position() -> None:
     assert rendered(comparison_table(rows)).splitlines()[1].split() == ["strategy", "gap", "time"]
 
 
-@pytest.mark.parametrize(("loop", "over"), [("epoch", "epoch"), ("step", "interval")])
+@pytest.mark.parametrize(("loop", "over"), [("epoch", "mean of the epoch"), ("step", "last step")])
 def test_final_loss_is_marked_as_mean(loop, over, tmp_path):
     """The line names the steps of the mean; a summary of an earlier version has no mark."""
     model = nn.Linear(4, 1)
@@ -216,6 +216,6 @@ def test_final_loss_is_marked_as_mean(loop, over, tmp_path):
             optimizer.zero_grad()
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     loss = f"{summary['training_loss']:.4g}"
-    assert result_line(summary).plain.endswith(f", loss {loss} (mean of the {over})")
+    assert result_line(summary).plain.endswith(f", loss {loss} ({over})")
     del summary["training_loss_over"]
     assert result_line(summary).plain.endswith(f", loss {loss}")
