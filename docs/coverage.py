@@ -32,6 +32,7 @@ Row = tuple[str, str, str, float]
 """Metric, setting, interval, and share of the intervals that contain the true value."""
 DENSITY_INTERVAL = "± 12.7 errors (2 density probes), where the density is above 1 % of its peak"
 Hits = dict[str, list[bool]]
+HEAVY = ((30, 1.0, ", heavy-tailed rows"), (60, 0.9, ", heavy-tailed rows"))
 
 
 def shares(hits: Hits, setting: str, interval: str) -> list[Row]:
@@ -111,11 +112,19 @@ def batch_dynamics(trials: int) -> list[Row]:
 
 
 def gradient_noise_scale(trials: int) -> list[Row]:
-    """Simulate Gaussian gradients of rows, with |G|² = 1 and S = 32 in 50 dimensions, and batches of 32 rows."""
+    """Simulate gradients of rows, with |G|² = 1 and S = 32 in 50 dimensions, and batches of 32 rows.
+
+    They are Gaussian, or of a multivariate Student's t with 3 degrees of freedom, whose fourth moment is infinite.
+    """
     generator, dimensions, rows_in_part, noise = torch.Generator().manual_seed(0), 50, 16, 32.0
     rows: list[Row] = []
-    for count, decay in ((5, 1.0), (10, 1.0), (30, 1.0), (60, 0.9)):
-        drawn = torch.randn(trials, count, 2, dimensions, generator=generator, dtype=torch.float64)
+    for count, decay, tails in (*((*item, "") for item in ((5, 1.0), (10, 1.0), (30, 1.0), (60, 0.9))), *HEAVY):
+        if tails:
+            drawn = torch.randn(trials, count, 2, rows_in_part, dimensions, generator=generator, dtype=torch.float64)
+            squares = torch.randn(trials, count, 2, rows_in_part, 3, generator=generator, dtype=torch.float64).square()
+            drawn = (drawn / squares.sum(-1, keepdim=True).sqrt()).mean(3) * math.sqrt(rows_in_part)
+        else:
+            drawn = torch.randn(trials, count, 2, dimensions, generator=generator, dtype=torch.float64)
         parts = drawn * math.sqrt(noise / dimensions / rows_in_part) + dimensions**-0.5
         norms = parts.square().sum(-1).mean(-1), parts.mean(2).square().sum(-1)
         measured = torch.stack([torch.ones(trials, count).double(), *signal_and_noise(norms, 16, 32)], -1)
@@ -128,7 +137,7 @@ def gradient_noise_scale(trials: int) -> list[Row]:
             found = {"signal": sums[1] / sums[0], "noise": sums[2] / sums[0], "noise_scale": sums[2] / sums[1]}
             for (metric, value), true in zip(found.items(), (1.0, noise, noise), strict=True):
                 hits[metric].append(bool((value - true).abs() <= 2 * errors[f"{metric}_error"]))
-        rows += shares(hits, f"{count} measurements, decay {decay:g}", "± 2 errors")
+        rows += shares(hits, f"{count} measurements, decay {decay:g}{tails}", "± 2 errors")
     return rows
 
 

@@ -1,7 +1,7 @@
 """Sizes, outliers and dead units of the activations, in the training's own forward pass."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -57,8 +57,8 @@ class Activations(TrainingHook):
     are left out after the first. A recomputation by activation checkpointing is not a use.
 
     Assumes that units are the last dimension of a tensor with up to three dimensions, and dimension 1 (channels) of
-    images and volumes. The median is that of at most 16,384 evenly spaced elements of a micro-batch. Under tensor
-    parallelism activation functions may see a part of their units only, so only blocks are measured.
+    images and volumes. The median is that of at most 16,384 elements of a micro-batch, spread evenly over it. Under
+    tensor parallelism activation functions may see a part of their units only, so only blocks are measured.
 
     Args:
         interval: steps between two measurements.
@@ -97,10 +97,10 @@ class Activations(TrainingHook):
             | [0, 1] | Above about 0.1 for long: units that get no gradient from any token. Lower the learning rate,
             check the bias, or use an activation function without a flat side. NaN: the step has one token.
         largest_max_abs | max over all measured modules of max_abs | [0, ∞] | Where float16 overflows first.
-        largest_outlier_kurtosis | max over all measured modules of outlier_kurtosis | [1, ∞)
-            | The module that is hardest to quantise.
-        largest_dead_fraction | max over the activation functions of dead_fraction | [0, 1]
-            | Rising: look at the family for the layer.
+        largest_outlier_kurtosis | max of outlier_kurtosis over all measured modules with an element other than 0
+            | [1, ∞), NaN | The module that is hardest to quantise.
+        largest_dead_fraction | max of dead_fraction over the activation functions with more than one token
+            | [0, 1], NaN | Rising: look at the family for the layer.
         total_massive_count | sum over all measured modules of massive_count | 0, 1, 2, …
             | Changes from 0: the first massive activations appear.
     """
@@ -139,6 +139,7 @@ class Activations(TrainingHook):
             UsageError: a pattern matches no module.
         """
         self._chains = block_chains(run.model)
+        self._device = next(run.model.parameters()).device
         blocks = [block for chain in self._chains.values() for block in chain]
         functions = activation_modules(run.model)
         if self._patterns.strip():
@@ -189,12 +190,12 @@ class Activations(TrainingHook):
             chosen |= {f"{family}/{name}": values[name] for name in self._budget.choose(values)}
         if self._write_all:
             self._file.append(ctx.step, families)
-        dead = families["dead_fraction"].values()
+        nonfinite, dead = families["nonfinite_fraction"], families["dead_fraction"]
         return {
             **chosen,
-            "largest_max_abs": _largest(families["max_abs"].values()),
-            "largest_outlier_kurtosis": _largest(families["outlier_kurtosis"].values()),
-            **({"largest_dead_fraction": _largest(dead)} if dead else {}),
+            "largest_max_abs": max(families["max_abs"].values(), key=_order),
+            "largest_outlier_kurtosis": _largest(families["outlier_kurtosis"], nonfinite),
+            **({"largest_dead_fraction": _largest(dead, nonfinite)} if dead else {}),
             "total_massive_count": sum(families["massive_count"].values()),
         }
 
@@ -205,14 +206,23 @@ class Activations(TrainingHook):
         if not ranks.data:
             return {name: self._sums[name] for name in names}
         ranks.join()
-        on_all = set.intersection(*map(set, ranks.gather(names)))  # a rank may skip a layer
-        names = [name for name in names if name in on_all]
-        totals = iter(ranks.sums([part for name in names for part in self._sums[name].totals]))
-        extremes = iter(ranks.sums([part for name in names for part in self._sums[name].extremes], largest=True))
+        # A rank may skip a module, such as an expert, or use it with another number of units.
+        units: dict[str, int] = {}
+        for counts in ranks.gather({name: len(self._sums[name].squares) for name in names}):
+            units = counts | units
+        names = [name for name in self._modules if name in units]
+        sums = [self._sums_of(name, units[name]) for name in names]
+        totals = iter(ranks.sums([part for item in sums for part in item.totals]))
+        extremes = iter(ranks.sums([part for item in sums for part in item.extremes], largest=True))
         return {
             name: UnitSums.joined([next(totals) for _ in range(3)], [next(extremes) for _ in range(2)])
             for name in names
         }
+
+    def _sums_of(self, name: str, units: int) -> UnitSums:
+        """Return the sums of a module on this rank, those over no tokens if the rank does not use it."""
+        sums = self._sums.get(name)
+        return sums if sums is not None and len(sums.squares) == units else UnitSums.empty(units, self._device)
 
     def _families(self, sums: Mapping[str, UnitSums]) -> dict[str, dict[str, float]]:
         """Return the values of every family by module, after one transfer to the host."""
@@ -238,6 +248,15 @@ class Activations(TrainingHook):
         return families
 
 
-def _largest(values: Collection[float]) -> float:
-    """Return the largest value, NaN if there is one."""
-    return math.nan if any(map(math.isnan, values)) else max(values)
+def _order(value: float) -> float:
+    """Return the key that orders NaN, which comes of elements that are NaN, above all numbers."""
+    return math.inf if math.isnan(value) else value
+
+
+def _largest(values: Mapping[str, float], nonfinite: Mapping[str, float]) -> float:
+    """Return the largest value; NaN if an element of a module is not finite.
+
+    A module with finite elements only, whose value is NaN, is left out: it has one token, or all of its elements are 0.
+    """
+    defined = [value for name, value in values.items() if nonfinite[name] or not math.isnan(value)]
+    return max(defined, key=_order, default=math.nan)

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from loopscope.tensors import is_readable, unsharded
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from ..measures import spread_indices
 
 MASSIVE_MAGNITUDE, MASSIVE_RATIO = 100.0, 1000.0
 """An element is massive if its magnitude exceeds both the first and the second times the median (arXiv 2402.17762)."""
@@ -54,7 +57,7 @@ class UnitSums:
         # x² of float32 overflows above 2^64 and vanishes below 2^-75, so that x is divided by its largest magnitude.
         largest = torch.maximum(highest, -lowest).amax()
         scale = torch.where(largest > 0, largest, 1.0)
-        median = magnitudes.flatten()[:: -(-magnitudes.numel() // MEDIAN_SAMPLE)].median()
+        median = _sample(magnitudes).median()
         limit = torch.clamp(median * MASSIVE_RATIO, min=MASSIVE_MAGNITUDE)
         tokens = torch.full_like(limit, len(wide))
         # In place, since new memory of this size costs more than the arithmetic.
@@ -69,6 +72,12 @@ class UnitSums:
             -lowest.double(),
             torch.stack([tokens, nonfinite.to(limit), massive.to(limit)]).double(),
         )
+
+    @classmethod
+    def empty(cls, units: int, device: torch.device) -> "UnitSums":
+        """Return the sums over no tokens."""
+        zeros = torch.zeros(units, dtype=torch.float64, device=device)
+        return cls(zeros, zeros, zeros - torch.inf, zeros - torch.inf, zeros.new_zeros(3))
 
     def add(self, other: "UnitSums") -> "UnitSums":
         """Return the sums over the tokens of both."""
@@ -96,6 +105,19 @@ class UnitSums:
         squares, magnitudes, counts = totals
         highest, highest_negative = extremes
         return cls(squares, magnitudes, highest, highest_negative, counts)
+
+
+def _sample(magnitudes: Tensor) -> Tensor:
+    """Return at most ``MEDIAN_SAMPLE`` elements, whose places have no period in common with the units."""
+    flat = magnitudes.flatten()
+    if len(flat) <= MEDIAN_SAMPLE:
+        return flat
+    return flat[_places(len(flat), flat.device)]
+
+
+@lru_cache(maxsize=64)
+def _places(count: int, device: torch.device) -> Tensor:
+    return spread_indices(count, MEDIAN_SAMPLE).to(device)
 
 
 def _count(flags: Callable[[], Tensor], may_be_set: Tensor) -> Tensor:

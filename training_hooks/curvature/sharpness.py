@@ -14,7 +14,7 @@ from loopscope.hooks import Metrics, MetricValue, ModelDataContext, OptimizerGro
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from ..measures import drawn_loader, notice
+from ..measures import drawn_loader, notice, refuse_complex
 from .lanczos import (
     Density,
     KnownPairs,
@@ -201,6 +201,7 @@ class Sharpness(InterventionHook):
     name = "sharpness"
     hook_points = frozenset({HookPoint.SNAPSHOT})
     needs_loss = True
+    needs_dense_gradients = True
     needs_loader = True
     _drawn = Remembered[Loader | None](None, saved=False)
     _method = Remembered[Chosen]("")
@@ -246,8 +247,9 @@ class Sharpness(InterventionHook):
         """Store the optimizer's class, and issue notices about missing errors.
 
         Raises:
-            UnsuitableError: the parameters are sharded, and ``method`` is ``"exact"``.
+            UnsuitableError: a parameter is complex, or the parameters are sharded, and ``method`` is ``"exact"``.
         """
+        refuse_complex(self.name, run)
         if self.method == "exact" and self.iterations:
             refuse_exact_on_shards(self.name, run.model)
         self._optimizer_class = run.optimizer_class

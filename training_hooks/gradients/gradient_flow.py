@@ -16,7 +16,7 @@ from loopscope.option_words import hook_option_text
 from loopscope.tensors import is_sharded, joint_norm
 from torch import Tensor, nn
 
-from ..measures import FamilyFile, SeriesBudget, notice, reported_series, stacked
+from ..measures import FamilyFile, SeriesBudget, is_overflowed, notice, reported_series, stacked
 
 SMALLEST_STACK = 2
 HYSTERESIS = 2.0  # a condition ends when the gain is back within its threshold by this factor
@@ -231,8 +231,10 @@ class GradientFlow(TrainingHook):
         return {block: mean / ranks.size for block, mean in zip(blocks, means, strict=True)}
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return norms, gains and their extremes; nothing if no block had a gradient."""
+        """Return norms, gains and their extremes; nothing if no block had a gradient, or the scaler skips the step."""
         squares, self._squares = self._combine_ranks(ctx), {}
+        if is_overflowed(ctx):
+            return {}
         scale = 1.0 if ctx.loss_scale is None else ctx.loss_scale
         norms = {block: square.sqrt() / scale for block, square in squares.items()}
         metrics: dict[str, Tensor] = {}

@@ -69,6 +69,7 @@ class GradientProjection(TrainingHook):
     name = "gradient_projection"
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
     needs_grads = True
+    needs_dense_gradients = True
     needs_reference_weights = True
     _memory = Remembered(FlatMemory, merged=True)  # the parameters that the strategy began with
     metrics = """

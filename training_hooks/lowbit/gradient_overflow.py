@@ -59,9 +59,10 @@ class GradientOverflow(TrainingHook):
     Output gradients are dL/dy of linear layers (``nn.Linear``, ``Conv1D``): the gradients that low-precision training
     casts. Each is cast along the dimension that its product sums over: the outputs for the input's gradient, the tokens
     for the weight's gradient. The roles are ``output_gradients/e2m1/nvfp4/dgrad`` and ``.../wgrad``. Of a gradient with
-    more than 16,384 elements the hook takes evenly spaced rows and the row with the largest magnitude, which sets the
-    scales. It also reports the errors of the three products of eight layers if all operands are cast, even of products
-    that training does not need, such as the input gradient of a first layer.
+    more than 16,384 elements the hook casts evenly spread rows with about that many elements, but at least 64 rows,
+    with the scales of these rows: the shares are unbiased estimates, which scatter if few rows have most of the energy,
+    as in output layers. It also reports the errors of the three products of eight layers if all operands are cast, even
+    of products that training does not need, such as the input gradient of a first layer.
 
     The roles of other subjects look like ``gradients/e2m1/nvfp4``. ``gradients`` are the parameter gradients at
     POST_BACKWARD, of the whole batch, unscaled and before clipping; no product casts them. Activations are the inputs

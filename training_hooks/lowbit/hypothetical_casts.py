@@ -23,7 +23,11 @@ OUTPUT = "output_gradients"
 def linear_layers(model: nn.Module) -> dict[str, tuple[nn.Module, bool]]:
     """Return the modules whose output is one product with their weight, and whether that is stored as (in, out)."""
     matrices = {name: matrix for name, matrix in castable_matrices(model).items() if matrix.key in ("", "weight")}
-    stored = {name: matrix for name, matrix in matrices.items() if has_weight_parameter(matrix.owner)}
+    stored = {
+        name: matrix
+        for name, matrix in matrices.items()
+        if has_weight_parameter(matrix.owner) and matrix.weight.is_floating_point()
+    }
     return {name: (matrix.owner, matrix.key == "weight") for name, matrix in stored.items() if matrix.weight.ndim == 2}
 
 

@@ -7,12 +7,15 @@ from loopscope.lowbit.casts import Cast
 from loopscope.tensors import scale_of
 from torch import Tensor
 
+from ..measures import spread_indices
+
 PRODUCTS = ("forward", "dgrad", "wgrad")
 """The products y = x Wᵀ, dx = g W and dW = gᵀ x, which sum over the inputs, the outputs and the tokens."""
 ROWS = 64
 """Number of rows, and of columns, of a product that are compared."""
 ELEMENTS = 2**14
-"""Number of elements of an output gradient that are measured."""
+"""Number of elements of an output gradient that are measured, if they are at least ``LEAST_ROWS`` rows."""
+LEAST_ROWS = 64
 LAYERS = 8
 """Number of evenly spaced layers whose products are compared."""
 KEPT = 2**20
@@ -38,11 +41,19 @@ def sample_rows(matrix: Tensor, most: int) -> Tensor:
 def gradient_operands(gradient: Tensor) -> Mapping[str, Tensor]:
     """Return an output gradient (..., out) as the operand of each backward product, summed dimension last.
 
-    An operand with more than ``ELEMENTS`` elements is reduced to :func:`sample_rows`.
+    An operand with more than ``ELEMENTS`` elements is reduced to evenly spread rows, at least ``LEAST_ROWS``. They are
+    an unbiased sample: the row with the largest magnitude is in it only by chance, since in the output layer of a
+    trained model single rows have most of the energy. So a per-tensor scale is that of the sample.
     """
     rows = gradient.reshape(-1, gradient.shape[-1])
-    views = {"dgrad": rows, "wgrad": rows.T}
-    return {product: sample_rows(view, max(2, ELEMENTS // max(1, view.shape[1]))) for product, view in views.items()}
+    return {"dgrad": _spread_rows(rows), "wgrad": _spread_rows(rows.T)}
+
+
+def _spread_rows(matrix: Tensor) -> Tensor:
+    most = max(LEAST_ROWS, ELEMENTS // max(1, matrix.shape[1]))
+    if len(matrix) <= most:
+        return matrix.contiguous()
+    return matrix[spread_indices(len(matrix), most).to(matrix.device)]
 
 
 def operands(x: Tensor, weight: Tensor, gradient: Tensor) -> list[Tensor]:

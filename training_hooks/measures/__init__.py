@@ -1,6 +1,7 @@
 """Mathematics and helpers shared by several packages of hooks."""
 
 from .alerts import Alerts, notice
+from .complex_parameters import refuse_complex
 from .drawn_rows import drawn_loader
 from .flat_vectors import FlatLayout, FlatMemory, FlatSpace, FlatVector, sharded_like, stacked
 from .jackknife import jackknife_variance
@@ -13,12 +14,13 @@ from .spectra import (
     stable_rank,
 )
 from .splitmix import splitmix64
+from .index_samples import spread_indices
 from .weight_copies import WeightCopy, WeightMemory
 
 __all__ = [
     "Alerts", "Families", "FamilyFile", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "SeriesBudget",
     "WeightCopy", "WeightMemory", "drawn_loader", "effective_rank", "entropy_of_shares", "gini", "is_overflowed",
     "jackknife_variance", "leading_share", "notice", "on_host", "participation_ratio",
-    "refuse_missing_rates", "reported_series", "sharded_like", "singular_values", "smaller_gram", "splitmix64",
-    "stable_rank", "stacked",
+    "refuse_complex", "refuse_missing_rates", "reported_series", "sharded_like", "singular_values", "smaller_gram",
+    "splitmix64", "spread_indices", "stable_rank", "stacked",
 ]

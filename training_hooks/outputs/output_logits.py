@@ -15,14 +15,14 @@ from .output_reader import OutputReader, Reading
 BINS = 15
 """Bins of the confidence, as of Guo et al. (arXiv 1706.04599)."""
 PLAIN = 4  # sums that need no targets: rows, log Z, (log Z)², entropy
-PER_BIN = 4  # rows, confidence, correct choices, confidence·(1 − confidence)
+PER_BIN = 3  # rows, confidence, correct choices
 
 
 def sum_logits(logits: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return sums and maxima over the rows of logits, which are combined over calls and ranks.
 
-    The sums, float64 of shape (4 + 15·4,), are those of rows, ln Z, (ln Z)² and entropy, and in each bin of the
-    confidence p: of rows with a target, p, correct choices, and p·(1 − p). The maxima, float64 of shape (2,), are those
+    The sums, float64 of shape (4 + 15·3,), are those of rows, ln Z, (ln Z)² and entropy, and in each bin of the
+    confidence p: of rows with a target, p, and correct choices. The maxima, float64 of shape (2,), are those
     of the logits and of their magnitudes. Rows with a negative target do not count.
 
     Args:
@@ -48,29 +48,45 @@ def sum_logits(logits: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _sums_by_bin(rows: RowMeasures, targets: Tensor, counts: Tensor) -> Tensor:
-    """Return the sums in each bin of the confidence, shape (bins, 4)."""
+    """Return the sums in each bin of the confidence, shape (bins, 3)."""
     confidence = rows.confidence.double()
     # Bin m holds the confidences in (m/15, (m + 1)/15].
     bins = (confidence * BINS).ceil().sub(1).clamp(0, BINS - 1).nan_to_num(0).long()
     is_in_bin = (bins[None] == torch.arange(BINS, device=bins.device)[:, None]) & counts
     correct = (rows.choice == targets).double()
-    values = [torch.ones_like(confidence), confidence, correct, confidence * (1 - confidence)]
+    values = [torch.ones_like(confidence), confidence, correct]
     return is_in_bin.double() @ torch.stack(values, dim=1)
 
 
 def calibration(by_bin: Tensor) -> dict[str, Tensor]:
-    """Return the measures of calibration from the sums by bin, shape (15, 4)."""
-    count, confidence, correct, variance = by_bin.unbind(1)
+    """Return the measures of calibration from the sums by bin, shape (15, 3)."""
+    count, confidence, correct = by_bin.unbind(1)
     total = count.sum()
-    # For a calibrated model the correct choices of a bin have the mean Σp and the variance v = Σp(1 − p), so
-    # E|Σ correct − Σp| is about √(2v/π).
     return {
         "accuracy": correct.sum() / total,
         "confidence": confidence.sum() / total,
         "overconfidence": (confidence.sum() - correct.sum()) / total,
         "calibration_error": (correct - confidence).abs().sum() / total,
-        "calibration_noise": (2 * variance / math.pi).sqrt().sum() / total,
+        "calibration_noise": binomial_deviation(count, confidence).sum() / total,
     }
+
+
+def binomial_deviation(count: Tensor, mean: Tensor) -> Tensor:
+    """Return E|X − np| of binomial X, the correct choices among n = ``count`` rows of mean confidence p = ``mean``/n.
+
+    It is 2·k·C(n, k)·pᵏ·qⁿ⁻ᵏ⁺¹ with k = ⌊np⌋ + 1 and q = 1 − p (de Moivre), and √(2npq/π) for many rows. For a few
+    rows of a confident model that limit would be far too large.
+
+    >>> binomial_deviation(torch.tensor([1.0, 2.0, 0.0]).double(), torch.tensor([0.99, 1.0, 0.0]).double())
+    tensor([0.0198, 0.5000, 0.0000], dtype=torch.float64)
+    """
+    share = (mean / count.clamp(min=1)).clamp(0, 1)
+    k = (count * share).floor() + 1
+    rest = (count - k).clamp(min=0)
+    # The logarithm of the binomial coefficient; k > n only if p = 1, where there is no deviation.
+    ways = torch.lgamma(count + 1) - torch.lgamma(k + 1) - torch.lgamma(rest + 1)
+    logarithm = math.log(2) + k.log() + ways + torch.xlogy(k, share) + torch.xlogy(rest + 1, 1 - share)
+    return torch.where(k > count, 0.0, logarithm.exp())
 
 
 @HookRegistry.register
@@ -92,7 +108,8 @@ class OutputLogits(TrainingHook):
     Assumes that the rows of a batch that has no targets among the model's arguments come to the model in their order,
     each once, as in gradient accumulation. The calibration error of few rows is biased upward: ``calibration_noise`` is
     its expected value for a calibrated model with the same confidences and independent rows; tokens of one text are not
-    independent, which makes it larger. The model is in train mode: dropout lowers the confidence.
+    independent, which makes it larger. The model is in train mode: dropout lowers the confidence. All metrics of a step
+    in which no row counts are NaN.
 
     Args:
         interval: steps between two measurements.
@@ -128,8 +145,8 @@ class OutputLogits(TrainingHook):
             dropout or at the start: underconfident.
         calibration_error | Σ_b |correct rows in b − Σ of their confidences| / rows, b the 15 bins ((m − 1)/15, m/15] of
             the confidence | [0, 1] | Compare with calibration_noise: not above it, no miscalibration is measurable.
-        calibration_noise | Σ_b √(2/π · Σ p(1 − p)) / rows, p the confidences in bin b | [0, √(15/(2πn))]
-            | The mean calibration error of a calibrated model on n independent rows.
+        calibration_noise | Σ_b E|X_b − n_b·p_b| / rows, X_b binomial with the n_b rows and the mean confidence p_b of
+            bin b | [0, √(15/(4n))] | The mean calibration error of a calibrated model on n independent rows.
     """
 
     def __init__(
@@ -178,7 +195,9 @@ class OutputLogits(TrainingHook):
         rows, log_z, square, entropy = sums[:PLAIN].unbind()
         mean = log_z / rows
         first = mean if self._first_log_z is None else self._first_log_z.to(mean.device)
+        first = torch.where(first.isnan(), mean, first)  # a step without targets has no mean
         self._first_log_z = first.clone()
+        maxima = torch.where(rows > 0, maxima, torch.nan)
         metrics = {
             "log_z_mean": mean,
             "log_z_std": (square / rows - mean.square()).clamp(min=0).sqrt(),

@@ -14,7 +14,7 @@ from loopscope.hooks import MetricInfo, Metrics, ModelDataContext, OptimizerGrou
 from loopscope.tensors import cosine_of, inner_products, live_gradients, norms_of, trainable, unsharded
 from torch import Tensor
 
-from ..measures import refuse_missing_rates
+from ..measures import refuse_complex, refuse_missing_rates, spread_indices
 
 Reading = tuple["Sums", Tensor]
 PIECE = 2**17  # elements that are processed together, so that they stay in a processor's cache
@@ -28,22 +28,7 @@ OPTIONS = {
 }
 """Options that a step of Adam depends on, besides learning rate and weight decay; other options of a group may not be
 plain values, and so are not kept."""
-GOLDEN_RATIO = (5**0.5 - 1) / 2
 PERCENTILES = {"effective_lr_p10": 0.1, "effective_lr_median": 0.5, "effective_lr_p90": 0.9}
-
-
-def spread_indices(count: int, size: int) -> Tensor:
-    """Return ``min(count, size)`` ascending, distinct indices below ``count``, the same on every machine and rank.
-
-    The range is divided into equal intervals with one index each. Multiples of the golden ratio give its place in the
-    interval, so that the indices have no period in common with the rows of a matrix.
-    """
-    size = min(count, size)
-    numbers = torch.arange(size + 1)
-    # index_i = border_i + ⌊frac(i·φ)·(border_{i+1} − border_i)⌋ with border_i = ⌊i·count/size⌋
-    borders = numbers * count // size
-    offsets = (numbers * GOLDEN_RATIO).frac()[:-1] * borders.diff()
-    return borders[:-1] + offsets.long()
 
 
 def square_norm(tensor: Tensor) -> Tensor:
@@ -336,7 +321,7 @@ class AdamDynamics(InterventionHook):
         """Check that the optimizer, or one of several, is Adam or AdamW.
 
         Raises:
-            UnsuitableError: if none is.
+            UnsuitableError: if none is, or a parameter is complex.
         """
         if not any(issubclass(kind, torch.optim.Adam) for kind in run.optimizer_classes):
             names = " and ".join(kind.__name__ for kind in run.optimizer_classes)
@@ -346,6 +331,7 @@ class AdamDynamics(InterventionHook):
             )
         groups = [group for group in run.optimizer_groups if issubclass(group.optimizer_class, torch.optim.Adam)]
         refuse_missing_rates(self.name, "reads", groups)
+        refuse_complex(self.name, run)
         if any(group.betas is None or "eps" not in group.options for group in groups):
             names = " and ".join(dict.fromkeys(group.optimizer_class.__name__ for group in groups))
             raise UnsuitableError(

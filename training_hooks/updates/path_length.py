@@ -56,7 +56,8 @@ class PathLength(TrainingHook):
             | The distance from the start. Small relative to ‖θ_0‖: the lazy regime.
         efficiency | displacement / path_length; NaN before anything has moved | [0, 1] | 1: a straight line; n
             independent legs of equal length give 1/√n. Falling while the path grows: wandering or oscillating.
-        steps | the optimizer steps on the path | 1, 2, … | n = steps / every, for 1/√n.
+        steps | the optimizer steps on the path, without those that a loss scaler skipped | 1, 2, …
+            | n = steps / every, for 1/√n.
         interval_path | Σ ‖l‖₂ over the legs of the interval: an epoch, in the step loop since the last SNAPSHOT
             | [0, ∞) | Follows the learning rate. Rising at a constant learning rate: the steps grow.
         interval_displacement | ‖θ_t − θ at the interval's beginning‖₂ | [0, interval_path]
@@ -82,7 +83,8 @@ class PathLength(TrainingHook):
         if not self._memory.names:
             self._memory.reset_to(ctx.model, trainable(ctx.model), *POINTS)
         between_steps = ctx.hook_point not in STEP_POINTS
-        completed_steps = ctx.step if between_steps else ctx.step - 1
+        # Without the steps that a loss scaler has skipped
+        completed_steps = (ctx.step if between_steps else ctx.step - 1) - ctx.skipped_steps
         if self._done is not None and completed_steps > self._done:
             self._add_leg(ctx.model, completed_steps - self._done)
         self._done = completed_steps

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import loopscope
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 import torch
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.training_hooks import Activations
-from torch import nn
+from torch import distributed, nn
 from torch.utils._pytree import tree_leaves
 
 from tests.support import Case, train
+from tests.support.ranks import on_ranks
 from tests.support.tiny_transformers import ARCHITECTURES, build, micro_batches
 
 
@@ -146,3 +148,66 @@ def test_invalid_options_are_refused(options):
 def test_patterns_without_modules_are_refused():
     with pytest.raises(UsageError, match=r"activations\.modules has the pattern 'nine\.\*', which matches no"):
         train(Case(), [Activations(modules="0, nine.*")])
+
+
+class Experts(nn.Module):
+    """Two experts, each for the rows that name it; an expert without rows is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.ReLU()) for _ in range(2))
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        parts = [expert(x[choice == place]) for place, expert in enumerate(self.experts) if (choice == place).any()]
+        return self.out(torch.cat(parts))
+
+
+def of_experts(folder, choice: list[int], *, dead: int = 4, ranks: bool = False) -> dict[str, float]:
+    """Return the metrics of the experts after one step, with ``dead`` dead units in the first one."""
+    torch.manual_seed(0)
+    model, rows = Experts(), torch.randn(len(choice), 4)
+    model.experts[0][0].bias.data[:dead] = -50.0
+    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ranks else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options = {"activations": {"modules": "experts.*.1", "names": "*"}}
+    with loopscope.attach(
+        parallel, optimizer, hooks=["activations"], hook_options=options, out=folder, display="none"
+    ) as scope:
+        for batch in scope.batches([(rows, torch.tensor(choice))]):
+            scope.backward(parallel(*batch).square().mean())
+            optimizer.step()
+        metrics = scope.last_metrics()
+    return {name.removeprefix("activations/"): value for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize("dead", [4, 8])
+def test_undefined_values_hide_no_others(tmp_path, dead):
+    """An expert with one token has no dead units, one whose outputs are 0 no kurtosis: the largest are of the other."""
+    values = of_experts(tmp_path / "run", [0] * 8 + [1], dead=dead)
+    assert math.isnan(values["dead_fraction/experts.1.1"])
+    assert values["largest_dead_fraction"] == values["dead_fraction/experts.0.1"] == dead / 8
+    kurtoses = [values[f"outlier_kurtosis/experts.{place}.1"] for place in range(2)]
+    assert values["largest_outlier_kurtosis"] == max(value for value in kurtoses if not math.isnan(value))
+
+
+def test_single_tokens_alone_are_undefined(tmp_path):
+    assert math.isnan(of_experts(tmp_path / "run", [0, 1])["largest_dead_fraction"])
+
+
+def expert_of_one_rank(folder) -> dict[str, float]:
+    """Only the last rank has rows for the second expert."""
+    is_last = distributed.get_rank() == distributed.get_world_size() - 1
+    return of_experts(folder, [0, 0, 0, 1, 1, 1] if is_last else [0] * 6, ranks=True)
+
+
+@pytest.mark.ranks
+def test_module_of_one_rank_is_measured(tmp_path):
+    """The values of a module cover the ranks that call it."""
+    torch.manual_seed(0)
+    model, rows = Experts(), torch.randn(6, 4)
+    expected = model.experts[1](rows[3:]).detach()
+    for values in on_ranks(partial(expert_of_one_rank, tmp_path / "run"), tmp_path, 3):
+        assert values["max_abs/experts.1.1"] == pytest.approx(expected.abs().max().item())
+        assert values["rms/experts.1.1"] == pytest.approx(expected.square().mean().sqrt().item())
+        assert values["dead_fraction/experts.0.1"] == 0.5

@@ -110,3 +110,21 @@ def test_units_are_the_channels_of_images():
     assert torch.equal(tokens[:, 1], images[:, 1].flatten())
     assert tokens_by_units({"hidden": drawn(5, 6, 2).reshape(2, 3, 2)}).shape == (6, 2)
     assert tokens_by_units((torch.arange(3), None)) is None
+
+
+@pytest.mark.parametrize("period", [16, 128, 512])
+@pytest.mark.parametrize("units", [1024, 768])
+def test_sampled_median_has_no_period_of_units(period, units):
+    """Units that are dead at every k-th place do not decide the median of a large output."""
+    values = torch.randn(2048, units, generator=torch.Generator().manual_seed(0)).abs() + 1
+    values[:, ::period] = 0
+    values[:, 5] = 150.0
+    assert massive_count(UnitSums.of(values)) == 0
+    values[3, 7] = 5000.0
+    assert massive_count(UnitSums.of(values)) == 1
+
+
+def test_sums_over_no_tokens_change_nothing():
+    values = torch.randn(5, 3, dtype=torch.float64)
+    sums, joined = UnitSums.of(values), UnitSums.empty(3, torch.device("cpu")).add(UnitSums.of(values))
+    assert all(torch.equal(getattr(sums, name), getattr(joined, name)) for name in vars(sums))

@@ -297,6 +297,37 @@ def test_excess_interval_is_conservative(k, noise, effect):
     assert 0.75 <= ratio <= 2
 
 
+def power(k: int, noise: float, size: int, trials: int, excess: float = 0.2) -> float:
+    """Return how often a true excess is beyond its half-width in one epoch."""
+    effect = 1 / (1 / (1 + noise) - excess * (1 + noise / (k - 1))) - 1 - noise
+    generator = torch.Generator().manual_seed(1)
+    vectors = torch.randn(trials, k + 1, size, generator=generator, dtype=torch.float64) * math.sqrt(noise / size)
+    vectors[:, :, 0] += 1
+    vectors[:, 0, 1] += math.sqrt(effect)
+    grams = vectors @ vectors.transpose(1, 2)
+    hits = [ordering_split(gram)["excess"] > split_errors(gram)["excess_half_width"] for gram in grams]
+    return float(torch.stack(hits).double().mean())
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(
+    ("k", "few", "many"),
+    [(3, (0.07, 0.15), (0.66, 0.85)), (5, (0.15, 0.4), (0.94, 1.0)), (8, (0.22, 0.55), (0.97, 1.0))],
+)
+@pytest.mark.parametrize("noise", [0.3, 1.0])
+def test_power_is_as_documented(k, few, many, noise):
+    """The share of epochs in which an excess of 0.2 is found, in 30 and in 300 dimensions."""
+    assert few[0] <= power(k, noise, 30, 300) <= few[1]
+    assert many[0] <= power(k, noise, 300, 300) <= many[1]
+
+
+def test_default_finds_few_effects_and_reports_it():
+    """Five shuffles find more than three, and need no notice."""
+    assert power(3, 1.0, 300, 60) < power(5, 1.0, 300, 60)
+    with pytest.warns(RunNotice, match=r"counterfactual\.k is 3, .* choose 5 or more .*'counterfactual': {'k': 5}"):
+        train(Case("tied", "sgd_momentum"), [Counterfactual()])
+
+
 def test_two_shuffles_give_notice_instead_of_errors():
     """The notice names the option and the minimum of three shuffles."""
     assert split_errors(torch.eye(3)) == {}

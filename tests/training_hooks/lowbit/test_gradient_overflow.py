@@ -18,7 +18,14 @@ from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegist
 from loopscope.training_hooks.lowbit import GradientOverflow, hypothetical_casts
 from loopscope.training_hooks.lowbit.hypothetical_casts import HypotheticalCasts, linear_layers
 from loopscope.training_hooks.lowbit.overflow_ledger import CUMULATIVE, READINGS
-from loopscope.training_hooks.lowbit.product_errors import LOWEST, exponents, operands, product_errors, sample_rows
+from loopscope.training_hooks.lowbit.product_errors import (
+    LOWEST,
+    exponents,
+    gradient_operands,
+    operands,
+    product_errors,
+    sample_rows,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -709,3 +716,21 @@ def test_recomputed_layers_are_counted_once(subject, reentrant):
     recomputed = LowBitRun(Checkpointed(network(), reentrant), [GradientOverflow(**options)], steps=2).train()
     assert plain.values(2)
     assert recomputed.values(2) == pytest.approx(plain.values(2), nan_ok=True)
+
+
+@pytest.mark.parametrize("product", ["dgrad", "wgrad"])
+@pytest.mark.parametrize("rule", ["nvfp4", "mx_floor"])
+def test_wide_output_gradients_are_sampled_without_bias(rule, product):
+    """The share of underflow is that of all rows, although a few tokens have most of the energy."""
+    torch.manual_seed(0)
+    tokens, vocabulary = 512, 2048
+    logits, targets = torch.randn(tokens, vocabulary) * 3, torch.randint(vocabulary, (tokens,))
+    logits[torch.arange(tokens), targets] += 40.0 * (torch.rand(tokens) < 0.9)
+    logits.requires_grad_()
+    nn.functional.cross_entropy(logits, targets).backward()
+    whole = logits.grad if product == "dgrad" else logits.grad.T.contiguous()
+    sample, cast = gradient_operands(logits.grad)[product], Cast("e2m1", rule)
+    shares = [((cast(rows) == 0) & (rows != 0)).double().mean().item() for rows in (sample, whole)]
+    assert (len(sample), shares[0]) == (64, pytest.approx(shares[1], abs=0.03))
+    sizes = [rows.double().square().mean().item() for rows in (sample, whole)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.6)

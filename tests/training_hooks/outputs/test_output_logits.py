@@ -4,12 +4,14 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import loopscope
 import pytest
 import torch
 from loopscope.errors import RunNotice, UsageError
 from loopscope.state import without_on_demand
 from loopscope.training_hooks.outputs import OutputLogits
 from loopscope.training_hooks.outputs.output_logits import BINS, calibration, sum_logits
+from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -36,7 +38,9 @@ def by_loops(rows: list[tuple[list[float], int, int]]) -> dict[str, float]:
     for number in range(BINS):
         members = [i for i, p in enumerate(confidence) if number / BINS < p <= (number + 1) / BINS]
         error += abs(sum(confidence[i] - correct[i] for i in members)) / count
-        noise += math.sqrt(2 / math.pi * sum(confidence[i] * (1 - confidence[i]) for i in members)) / count
+        p = sum(confidence[i] for i in members) / max(1, len(members))
+        chances = stats.binom.pmf(range(len(members) + 1), len(members), p)
+        noise += sum(chance * abs(k - len(members) * p) for k, chance in enumerate(chances)) / count
     everything = [logit for logits, _, _ in rows for logit in logits]
     return {
         "log_z_mean": mean,
@@ -243,16 +247,43 @@ def test_powers_of_two_are_safe(power):
     assert maxima[1] == logits.double().abs().max()
 
 
-def test_calibrated_predictions_have_the_error_of_calibration_noise():
-    """Over 500 draws of correct answers with the stated confidences, the mean calibration error is the noise."""
+@pytest.mark.parametrize(("scale", "rows"), [(2, 200), (2, 4), (30, 4), (30, 1), (8, 16)])
+def test_calibrated_predictions_have_the_error_of_calibration_noise(scale, rows):
+    """Over draws of correct answers with the stated confidences, the mean calibration error is the noise.
+
+    Also for few rows, and for confident models.
+    """
     generator = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(200, 10, generator=generator, dtype=torch.float64)
+    logits = scale * torch.randn(rows, 10, generator=generator, dtype=torch.float64)
     probabilities, errors = logits.softmax(-1), []
-    for _ in range(500):
+    for _ in range(800):
         targets = probabilities.multinomial(1, generator=generator).squeeze(1)
-        found = calibration(sum_logits(logits, targets)[0][4:].view(BINS, 4))
+        found = calibration(sum_logits(logits, targets)[0][4:].view(BINS, 3))
         errors.append(found["calibration_error"].item())
-    assert sum(errors) / len(errors) == pytest.approx(found["calibration_noise"].item(), rel=0.05)
+    noise, values = found["calibration_noise"].item(), torch.tensor(errors)
+    assert abs(values.mean() - noise) <= max(0.06 * noise, 4 * values.std().item() / len(values) ** 0.5) + 1e-9
+
+
+def test_step_without_targets_is_not_a_number(tmp_path):
+    """No maximum is −∞, and the drift of later steps starts at the first step with rows."""
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randint(9, (3, 2, 5))
+    targets = torch.stack([torch.full((2, 5), -100), inputs[1], inputs[2]])
+    options = {"output_logits": {"interval": 1}}
+    found = []
+    with loopscope.attach(
+        model, optimizer, hooks=["output_logits"], hook_options=options, out=tmp_path, display="none", log_every=1
+    ) as scope:
+        for batch in scope.batches([*zip(inputs, targets, strict=True)]):
+            losses = nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+            scope.backward(losses / 10)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append({name: value for name, value in scope.last_metrics().items() if "output_logits" in name})
+    assert all(math.isnan(value) for value in found[0].values())
+    assert all(math.isfinite(value) for values in found[1:] for value in values.values())
+    assert found[1]["output_logits/log_z_drift"] == 0.0
 
 
 @pytest.mark.parametrize(("option", "value"), [("interval", 0), ("shift", "maybe")])

@@ -11,14 +11,9 @@ from loopscope.engine.hook_calls import optimizer_groups
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint, OptimizerGroup, TrainingHook
 from loopscope.loops import epoch_loop, step_loop
+from loopscope.training_hooks.measures import spread_indices
 from loopscope.training_hooks.updates import AdamDynamics
-from loopscope.training_hooks.updates.adam_dynamics import (
-    PIECE,
-    adam_update,
-    effective_rates,
-    split_into_pieces,
-    spread_indices,
-)
+from loopscope.training_hooks.updates.adam_dynamics import PIECE, adam_update, effective_rates, split_into_pieces
 from torch import Tensor, nn
 
 from tests.support import Case, RecordingSink, assert_same_bytes, build, run_info, train

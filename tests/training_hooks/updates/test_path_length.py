@@ -3,6 +3,7 @@
 import math
 from itertools import pairwise
 
+import loopscope
 import pytest
 import torch
 from loopscope.errors import UsageError
@@ -177,3 +178,37 @@ def test_restored_path_continues_after_start():
     fresh.load_state_dict(through_a_file(hook.state_dict()))
     fresh.start(type("Run", (), {"model": model}))
     assert float(fresh.compute(epoch_end(model, step=1))["displacement"]) == 2
+
+
+@pytest.mark.parametrize("hook", ["path_length", "gradient_flow"])
+def test_skipped_steps_are_not_on_the_path(tmp_path, hook):
+    """Only steps that were made are on the path; no gain comes of gradients that overflowed."""
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model = nn.Sequential(nn.Sequential(*[block() for _ in range(3)]), nn.Linear(4, 3))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.001), torch.amp.GradScaler("cpu", init_scale=2.0**22)
+    rows, lengths, values = torch.randn(24, 4, 4), [], {}
+    options = {"path_length": {"every": 1}, "gradient_flow": {"interval": 1}}
+    with loopscope.attach(
+        model, optimizer, hooks=[hook], hook_options={hook: options[hook]}, scaler=scaler, out=tmp_path,
+        display="none", log_every=1,
+    ) as scope:  # fmt: skip
+        for batch in scope.batches([*rows]):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(batch).float().square().sum()
+            scope.backward(loss)
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            values |= scope.last_metrics()
+            legs = [after - old for after, old in zip(model.parameters(), before, strict=True)]
+            lengths.append(sum(leg.detach().square().sum().item() for leg in legs) ** 0.5)
+        scope.epoch_end()
+        values |= scope.last_metrics()
+    made = [length for length in lengths if length]
+    assert 0 < len(made) < len(lengths)
+    assert not any(math.isnan(value) for name, value in values.items() if name.startswith("gradient_flow"))
+    if hook == "path_length":
+        assert values["path_length/steps"] == len(made)
+        assert values["path_length/path_per_step"] == pytest.approx(sum(made) / len(made), rel=1e-4)
