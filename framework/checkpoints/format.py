@@ -18,7 +18,7 @@ from ..durable_files import plain_json, read_tensors, translated_disk_errors, wr
 from ..errors import UsageError
 from ..file_digests import digest_of, sealed, unsealed
 
-FORMAT = 4
+FORMAT = 5
 STATE, MANIFEST = "state.pt", "manifest.json"
 FRESH_STREAMS = "afresh"
 """Key in the content for a rank that has no stored random streams, so that it must start new ones."""

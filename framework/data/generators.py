@@ -3,14 +3,12 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+from ..state import Generator, read_generator, seed_generator, write_generator
 
 
 def dataset_generators(*holders: object) -> list[Generator]:
@@ -53,40 +51,16 @@ def attributes(holder: object) -> dict[str, Any]:
 def seed_all(generators: Sequence[Generator]) -> None:
     """Seed each generator with a number from torch's global generator."""
     for generator in generators:
-        seed(generator, int(torch.empty((), dtype=torch.int64).random_().item()))
-
-
-def seed(generator: Generator, number: int) -> None:
-    """Seed a generator with ``number``, an integer in [0, 2**64)."""
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(number)
-    elif isinstance(generator, random.Random):
-        generator.seed(number)
-    elif isinstance(generator, np.random.RandomState):
-        # NumPy takes seeds of 32 bits.
-        generator.seed(number & 0xFFFFFFFF)
-    else:
-        # A bit generator has no public method that seeds it again, so it gets the state of a new one.
-        kind: Any = type(generator.bit_generator)
-        generator.bit_generator.state = kind(number).state
+        seed_generator(generator, int(torch.empty((), dtype=torch.int64).random_().item()))
 
 
 def restorer(generators: Sequence[Generator]) -> Callable[[], None]:
     """Return a function that restores the current states of the generators."""
-    steps: list[Callable[[], object]] = []
-    for generator in generators:
-        if isinstance(generator, torch.Generator):
-            steps.append(partial(generator.set_state, generator.get_state()))
-        elif isinstance(generator, random.Random):
-            steps.append(partial(generator.setstate, generator.getstate()))
-        elif isinstance(generator, np.random.RandomState):
-            steps.append(partial(generator.set_state, generator.get_state(legacy=False)))
-        else:
-            steps.append(partial(setattr, generator.bit_generator, "state", generator.bit_generator.state))
+    states = [(generator, read_generator(generator)) for generator in generators]
 
     def restore() -> None:
-        for step in steps:
-            step()
+        for generator, state in states:
+            write_generator(generator, state)
 
     return restore
 

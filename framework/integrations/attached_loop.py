@@ -28,7 +28,7 @@ from ..isolation import borrowed_modes, borrowed_parameters
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
 from ..runs import ATTACHED, Run, RunRecord, attempt, create_manager, environment, load_reference, read_provenance
-from ..state import RandomStreams, TrainingState, optimizers_of
+from ..state import RandomStreams, TrainingState, generators_of, optimizers_of
 from ..tensors import resharded_afterwards
 from ..training import Ranks, TrainingTask, is_compiled
 from .attach_options import AttachOptions, Loss, OptionalLoader, missing_loss
@@ -170,7 +170,8 @@ class AttachedLoop:
             ranks=ranks,
             **parts,
         )
-        streams = RandomStreams(options.seed, loader.generators())
+        functions = generators_of(self._loss, options.evaluate)
+        streams = RandomStreams(options.seed, (*loader.generators(), *functions))
         state = TrainingState(
             model,
             optimizer,

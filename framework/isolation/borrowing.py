@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..errors import LoopscopeError, unknown
 from ..state import EXTRAS, ModuleOrGroup, TrainingState, learning_rate_of, nested, reachable_from_modules
-from ..tensors import TensorIdentities, fully_sharded_modules, is_uninitialised, resharded_afterwards
+from ..tensors import TensorIdentities, fully_sharded_modules, is_uninitialised, is_wrapper, resharded_afterwards
 from .guardian import copy_each
 
 _NOTHING = nn.Module()
@@ -39,10 +39,22 @@ def borrowed_buffers(owner: ModuleOrGroup) -> Iterator[None]:
                     for name, buffer in module._buffers.items():
                         if buffer is not None and not is_uninitialised(buffer):  # an uninitialised buffer has no bytes
                             # Written to the table, since a module may override setattr(). Shared buffers stay shared.
-                            module._buffers[name] = clones.setdefault(id(buffer), buffer.clone())
+                            module._buffers[name] = clones.setdefault(id(buffer), _clone_of(buffer))
             yield
         finally:
             _restore_tables(tables, contents)
+
+
+def _clone_of(buffer: Tensor) -> Tensor:
+    clone = buffer.clone()
+    copy_attributes(buffer, clone)
+    return clone
+
+
+def copy_attributes(original: Tensor, copy: Tensor) -> None:
+    """Give a copy the attributes of the original, which a forward pass may read."""
+    if not is_wrapper(original) and (attributes := vars(original)):
+        vars(copy).update(attributes)
 
 
 def _restore_tables(tables: Sequence[dict[str, Any]], contents: Sequence[dict[str, Any]]) -> None:
@@ -320,9 +332,8 @@ def _replacements(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[int, 
             )
         replacement = value.detach().to(device=live_tensor.device, dtype=live_tensor.dtype)
         # Parameters are replaced by parameters, since modules may check isinstance() before they use one.
-        replacements[id(live_tensor)] = (
-            nn.Parameter(replacement, live_tensor.requires_grad)
-            if isinstance(live_tensor, nn.Parameter)
-            else replacement
-        )
+        if isinstance(live_tensor, nn.Parameter):
+            replacement = nn.Parameter(replacement, live_tensor.requires_grad)
+        copy_attributes(live_tensor, replacement)
+        replacements[id(live_tensor)] = replacement
     return replacements

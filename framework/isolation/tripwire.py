@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StateMutationError, library_warnings_ignored, listed
-from ..state import Part, TrainingState, described_tensor, hook_contents
+from ..state import Part, TrainingState, arrays_of, described_tensor, hook_contents
 from ..tensors import PLAIN, addresses, local_shards
 from .guardian import Objects
 from .recorded_bytes import NO_BYTES, RecordedBytes, RecordedEntries
@@ -109,6 +109,7 @@ class Tripwire:
             modules = self._state.modules
             on_attributes = self.watch.tensors_of(self.watch.read_attributes())
             tensors = (*modules.parameters(), *modules.buffers(), *self._sweep()[1], *on_attributes)
+            tensors += (*arrays_of(self._state.loop.batch),)
             self._bytes = RecordedBytes(tensors)
             self._owned = _owned_storages(tensors)
             self._settings, self._hooks = self._state.flags.read_slow(), hook_contents(self._state)

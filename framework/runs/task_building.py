@@ -6,7 +6,7 @@ from typing import Any
 
 from ..data import RowsOfRank, derived_seed
 from ..errors import unknown
-from ..state import RandomStreams, TrainingState, seed_everything, split_groups
+from ..state import RandomStreams, TrainingState, generators_of, seed_everything, split_groups
 from ..training import Parallel, Precision, Ranks, TrainingTask, compile_model, parallelise
 from .checks import call_method, plain
 from .runner import ExperimentRunner
@@ -78,6 +78,6 @@ def build_run(
         config=config,
         ranks=ranks,
     )
-    streams = RandomStreams(config.seed, loader.generators())
+    streams = RandomStreams(config.seed, (*loader.generators(), *generators_of(runner.compute_loss, runner.evaluate)))
     extras = {"experiment": runner}
     return task, TrainingState(model, optimizer, streams, scheduler=scheduler, scaler=task.scaler, extras=extras)

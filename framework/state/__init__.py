@@ -11,7 +11,8 @@ from .module_group import ModuleOrGroup
 from .node_hooks import NODE_HOOKS
 from .objects import ATOMS, Transient
 from .parameter_groups import split_groups
-from .parts import LoopState, Part, Watched, copy_of_batch, nested, tensors_of, visited
+from .parts import LoopState, Part, Watched, arrays_of, copy_of_batch, nested, tensors_of, visited
+from .private_generators import Generator, generators_of, read_generator, seed_generator, write_generator
 from .random_streams import RandomStreams, StreamState, seed_everything
 from .sharding import FullSharding
 from .short_names import described_tensor, short_name
@@ -20,11 +21,12 @@ from .training_state import EXTRAS, TrainingState, differing, without_on_demand
 from .update_parts import optimizers_of, reachable_from_modules
 
 __all__ = [
-    "ATOMS", "EXTRAS", "MODE_COUNTERS", "NODE_HOOKS", "STORED_DICTS", "FullSharding", "InternalFunction",
+    "ATOMS", "EXTRAS", "MODE_COUNTERS", "NODE_HOOKS", "STORED_DICTS", "FullSharding", "Generator", "InternalFunction",
     "InternalHook", "LoopState", "ModuleOrGroup", "Part", "RandomStreams", "StreamState", "Structure",
-    "TrainingState", "Transient", "Watched", "betas_of", "contents_of", "copy_of_batch", "described",
+    "TrainingState", "Transient", "Watched", "arrays_of", "betas_of", "contents_of", "copy_of_batch", "described",
     "described_tensor", "deterministic", "dict_like", "differing", "digest_of", "entered_modes",
-    "explain_nondeterminism", "has_contents", "hook_contents", "keys_of", "learning_rate_of", "leave_modes", "nested",
-    "number_or", "optimizers_of", "reachable_from_modules", "rounds_stochastically", "seed_everything", "settings",
-    "short_name", "split_groups", "tensors_of", "values_of", "visited", "without_on_demand",
+    "explain_nondeterminism", "generators_of", "has_contents", "hook_contents", "keys_of", "learning_rate_of",
+    "leave_modes", "nested", "number_or", "optimizers_of", "reachable_from_modules", "read_generator",
+    "rounds_stochastically", "seed_everything", "seed_generator", "settings", "short_name", "split_groups",
+    "tensors_of", "values_of", "visited", "without_on_demand", "write_generator",
 ]

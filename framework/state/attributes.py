@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..registry import qualified
+from ..tensors import is_uninitialised, is_wrapper
 from .containers import MUTABLE_CONTAINERS, keys_of, refill, values_of
 from .digest import described
 from .objects import (
@@ -306,6 +307,25 @@ def _object_attributes(value: Any) -> dict[str, Any]:
         return {**module_attributes(value), **{key: vars(value)[key] for key in TABLES}}
     attributes = attributes_of(value) or {}
     return without_hooks(attributes) if isinstance(value, Optimizer) else attributes
+
+
+def space_of(tensor: Tensor) -> dict[str, Any] | None:
+    """Return the ``__dict__`` of a parameter or buffer, to which a forward pass may write; ``None`` for a wrapper's.
+
+    A wrapper, such as a DTensor, has its inner tensors there, which are restored with its identity.
+    """
+    return None if is_wrapper(tensor) or is_uninitialised(tensor) else vars(tensor)
+
+
+def spaces_of_buffers(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the ``__dict__`` of every buffer of a module; that of parameters belongs to their identity."""
+    buffers = vars(module).get("_buffers") or {}
+    return [space for item in buffers.values() if isinstance(item, Tensor) and (space := space_of(item)) is not None]
+
+
+def tensor_attributes(space: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a tensor, given its ``__dict__``, without marks of torch's compiler."""
+    return {key: value for key, value in space.items() if not key.startswith("_dynamo")}
 
 
 def module_attributes(module: nn.Module) -> dict[str, Any]:

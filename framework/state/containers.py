@@ -24,7 +24,8 @@ def _built_in_of(kind: Any) -> Any:
 
 
 def _built_in(container: Any) -> Any:
-    return _built_in_of(type(container))
+    kind: Any = type(container)
+    return _built_in_of(kind)
 
 
 @cache

@@ -7,7 +7,6 @@ of :mod:`.flags`; these functions are not part of a digest, since they belong to
 import gc
 import signal
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .objects import LIBRARIES
 from .parts import Part, StateObjects, Watched
 
 # signal.getsignal converts to an enumeration in Python, which takes 1 µs per call; the C function below it takes 0.03.
@@ -23,8 +23,6 @@ _getsignal: Callable[[int], Any] = import_module("_signal").getsignal
 _TIMERS = {"SIGALRM": "ITIMER_REAL", "SIGVTALRM": "ITIMER_VIRTUAL", "SIGPROF": "ITIMER_PROF"}
 # Windows has no timer signals.
 _HANDLED = {getattr(signal, name): timer for name, timer in _TIMERS.items() if hasattr(signal, name)}
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
-"""Folders of the standard library and of installed packages."""
 _READERS: tuple[Callable[[], Any], ...] = (
     sys.getprofile,
     sys.gettrace,
@@ -72,7 +70,7 @@ def _of_user_code(reading: Any) -> Any:
     if isinstance(reading, tuple):
         return [function for function in reading if _of_user_code(function) is not None]
     module = sys.modules.get(str(getattr(reading, "__module__", None)))
-    is_of_library = str(getattr(module, "__file__", None)).startswith(_LIBRARIES)
+    is_of_library = str(getattr(module, "__file__", None)).startswith(LIBRARIES)
     return None if is_of_library and not isinstance(reading, signal.Handlers) else reading
 
 

@@ -20,6 +20,8 @@ from .attributes import (
     PlainForms,
     is_hook_table,
     module_attributes,
+    space_of,
+    tensor_attributes,
 )
 from .module_group import ModuleOrGroup
 from .node_hooks import NODE_HOOKS, is_recorded, newer_on_nodes
@@ -490,6 +492,37 @@ class Modules(Part):
         return _describe_misfits("modules", sorted(differing_names or missing))
 
 
+class TensorAttributes(Part):
+    """The attributes of parameters and buffers, such as counters and scales that ``forward`` writes."""
+
+    name = "tensor attributes"
+    is_stored = True
+
+    def _spaces(self, state: StateObjects) -> dict[str, dict[str, Any]]:
+        parameters, buffers = state.modules.named_parameters(), state.modules.named_buffers()
+        named: dict[str, Tensor] = {f"parameters/{name}": item for name, item in parameters}
+        named |= {f"buffers/{name}": item for name, item in buffers}
+        return {name: space for name, item in named.items() if (space := space_of(item)) is not None}
+
+    def store(self, state: StateObjects, streams: StreamState | None = None) -> dict[str, Any]:
+        """Return the plain forms of the attributes of every tensor that has any."""
+        forms = plain_forms(state)
+        attributes = {name: tensor_attributes(space) for name, space in self._spaces(state).items()}
+        return {name: forms.forms_of(values) for name, values in attributes.items() if values}
+
+    def read(self, state: StateObjects) -> Leaves:
+        """Yield the attributes in plain form."""
+        return nested(self.name, self.store(state))
+
+    def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
+        """Set the attributes from their plain forms."""
+        forms, spaces = from_plain_forms(state), self._spaces(state)
+        for name in [*stored, *spaces]:  # in the order in which they were written
+            if name in spaces:
+                space = spaces.pop(name)
+                forms.restore_attributes(space, stored.get(name, {}), [*tensor_attributes(space)])
+
+
 def hook_tables(state: StateObjects) -> Iterator[tuple[str, Mapping[Any, Any]]]:
     """Yield the tables of hooks on parameters and modules with their names."""
     for name, parameter in state.modules.named_parameters():
@@ -573,6 +606,7 @@ MODEL_PARTS = (
     GradientHooks(),
     NodeHooks(),
     Modules(),
+    TensorAttributes(),
     ModuleHooks(),
     Sharding(),
 )

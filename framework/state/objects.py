@@ -5,6 +5,7 @@ import gc
 import logging
 import random
 import re
+import sysconfig
 import threading
 import weakref
 from abc import ABC
@@ -192,6 +193,8 @@ def write_native(value: Any, saved: Any) -> None:
 
 
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype})
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+"""Folders of the standard library and of installed packages."""
 ABSENT: Any = object()
 """Stands for a missing attribute or the value of an empty slot or cell."""
 # Besides slots, instances of a Python class contain a header and, unless the interpreter manages these, two references:

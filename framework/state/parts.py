@@ -123,14 +123,22 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [leaf for _, leaf, _ in visited("", value) if isinstance(leaf, Tensor)]
 
 
+def arrays_of(value: Any) -> list[Tensor]:
+    """Return tensors on the memory of the numeric arrays in a batch."""
+    arrays = [leaf for _, leaf, _ in visited("", value) if isinstance(leaf, np.ndarray)]
+    return [memory for memory in map(_on_memory, arrays) if isinstance(memory, Tensor)]
+
+
 def _on_memory(leaf: Any) -> Any:
-    """Return a tensor that shares the memory of a writeable numeric array; any other value unchanged."""
-    if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
+    """Return a tensor that shares the memory of a numeric array, other arrays as values, anything else unchanged."""
+    if not isinstance(leaf, np.ndarray):
         return leaf
     try:
-        return torch.from_numpy(leaf)
+        if leaf.flags.writeable:
+            return torch.from_numpy(leaf)
     except (TypeError, ValueError):  # arrays of texts or objects, or with negative strides
-        return leaf
+        pass
+    return leaf.dtype.str, leaf.shape, leaf.tolist() if leaf.dtype.hasobject else leaf.tobytes()
 
 
 def copy_of_batch(batch: Any) -> Any:

@@ -19,6 +19,7 @@ from ..errors import UsageError
 from .accelerators import devices_in_use, generator_state, is_present, seed_generators, set_generator_state
 from .generator_memory import find_access
 from .global_generators import TWISTER, GlobalStates
+from .private_generators import Generator, read_generator, seed_generator, write_generator
 
 _NUMPY: Any = np.random  # its stubs lack set_bit_generator
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # the generator of the module's functions
@@ -33,7 +34,7 @@ class StreamState:
 
     global_states: GlobalStates
     accelerators: tuple[tuple[torch.device, Tensor], ...]
-    owned: tuple[tuple[torch.Generator, Tensor], ...]
+    owned: tuple[tuple[Generator, Any], ...]
 
     def restore(self) -> None:
         """Restore every generator."""
@@ -45,12 +46,13 @@ class StreamState:
         for device, state in self.accelerators:
             set_generator_state(device, state)
         for generator, state in self.owned:
-            generator.set_state(state)
+            write_generator(generator, state)
 
     def equals(self, other: "StreamState") -> bool:
         """Return whether no generator has been used between the two times."""
         pairs = [*zip(self.accelerators, other.accelerators, strict=False), *zip(self.owned, other.owned, strict=True)]
-        return self.global_states == other.global_states and all(torch.equal(a[1], b[1]) for a, b in pairs)
+        are_equal = [torch.equal(a[1], b[1]) if isinstance(a[1], Tensor) else a[1] == b[1] for a, b in pairs]
+        return self.global_states == other.global_states and all(are_equal)
 
     @property
     def torch_cpu(self) -> Tensor:
@@ -119,10 +121,10 @@ class RandomStreams:
     change the random numbers of other hooks.
     """
 
-    def __init__(self, seed: int, owned: Iterable[torch.Generator] = ()) -> None:
+    def __init__(self, seed: int, owned: Iterable[Generator] = ()) -> None:
         """Read all generators; raise :class:`UsageError` if NumPy's global one is not of the default kind."""
         self.seed = seed
-        self.owned = tuple(owned)
+        self.owned = (*{id(generator): generator for generator in owned}.values(),)
         self.save()
 
     def save(self) -> StreamState:
@@ -133,7 +135,7 @@ class RandomStreams:
         return StreamState(
             _ACCESS.read(twister),
             (*zip(devices, map(generator_state, devices), strict=True),),
-            (*zip(self.owned, map(torch.Generator.get_state, self.owned), strict=True),),
+            (*zip(self.owned, map(read_generator, self.owned), strict=True),),
         )
 
     def derive(self, name: str, point: str, step: int) -> None:
@@ -142,7 +144,7 @@ class RandomStreams:
         seed = xxhash.xxh3_64_intdigest(b"%d/%b/%b/%d" % (self.seed, name.encode(), point.encode(), step))
         seed_everything(seed)
         for generator in self.owned:
-            generator.manual_seed(seed)
+            seed_generator(generator, seed)
 
     @contextmanager
     def preserved(self) -> Iterator[StreamState]:

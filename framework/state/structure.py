@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..tensors import addresses, attached, is_uninitialised
-from .attributes import HOOK_KIND, MAX_DEPTH
+from .attributes import HOOK_KIND, MAX_DEPTH, spaces_of_buffers
 from .containers import CONTAINERS, keys_of, refill, values_of
 from .objects import (
     IMMUTABLE,
@@ -102,12 +102,14 @@ class Structure:
         # A tuple cannot change, but its items can.
         elif isinstance(value, (tuple, frozenset)):
             self._visit_all(values_of(value))
-        elif isinstance(value, (list, deque, set)):
+        elif isinstance(value, (list, deque, set, Slots)):
             self._add(self._sequences, value, values_of(value))
         elif isinstance(value, Tensor) and not is_uninitialised(value):
             self._add(self.tensors, value, attached(value))
         elif isinstance(value, OBJECTS) or is_uninitialised(value):
-            self._add(self._objects, value, (vars(value),))
+            self._add(
+                self._objects, value, (vars(value), *(spaces_of_buffers(value) if isinstance(value, nn.Module) else ()))
+            )
             self._add_slots(value)
         else:
             self._visit_object(value)

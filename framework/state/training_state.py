@@ -22,12 +22,15 @@ from ..errors import listed
 from ..registry import qualified
 from ..tensors import inner_tensors
 from .accelerators import refuse_unprotected
+from .attributes import space_of
 from .containers import MUTABLE_CONTAINERS, keys_of, values_of
+from .contents import contents_of_batch
 from .deferred_calls import DeferredCalls
 from .digest import described, digest
 from .model_parts import MODEL_PARTS, device_of
 from .parameter_groups import moments_of, trained_by
 from .parts import Leaves, Part, StateObjects, Watched, leaves_of, nested
+from .private_generators import generators_of_methods
 from .protectable import named_tensors, refuse_unprotectable
 from .random_streams import StreamState, from_plain, plain
 from .sharding import FullSharding
@@ -227,7 +230,8 @@ class Loop(Part):
         """Compare the fields by value, and the tensors in them."""
         fields = vars(state.loop)
         label = "the batch, the loss, accumulated gradients or the loop's counters"
-        return Watched(step_tensors=fields, spaces=[fields], label=label)
+        contents = partial(contents_of_batch, fields)
+        return Watched(step_tensors=fields, spaces=[fields], read_values=contents, label=label)
 
     def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
         """Return the fields that a checkpoint contains."""
@@ -357,16 +361,19 @@ class TrainingState(StateObjects):
         self._read_modules()
 
     def _read_modules(self) -> None:
-        """Add the random generators of modules, such as for stochastic rounding, to the run's generators."""
+        """Add the random generators that modules hold, or their methods draw from, to the run's generators."""
         modules = self.modules
         refuse_unprotected({parameter.device for parameter in modules.parameters()})
         refuse_unprotectable(self._tensors_at_start())
         self.sharding = FullSharding(modules)
         attributes = [value for module in modules.modules() for value in extra_attributes(module)]
         natives = Structure(attributes, excluded={*map(id, modules.parameters())}).natives
-        # dict.fromkeys removes duplicates in order, since modules may share a generator.
-        generators = [item for item in natives if isinstance(item, torch.Generator) and item not in self.streams.owned]
-        self.streams.owned += tuple(dict.fromkeys(generators))
+        # Others on modules are parts of the modules' states.
+        on_modules = {id(item) for item in natives if not isinstance(item, torch.Generator)}
+        generators = [item for item in natives if isinstance(item, torch.Generator)]
+        generators += [item for item in generators_of_methods(modules.modules()) if id(item) not in on_modules]
+        by_id = {id(item): item for item in (*self.streams.owned, *generators)}
+        self.streams.owned = (*by_id.values(),)
 
     def include(self, modules: Mapping[str, nn.Module]) -> None:
         """Add other modules to the state, whose names in it start with the given keys."""
@@ -409,6 +416,11 @@ class TrainingState(StateObjects):
         for name, module in self.modules.named_modules():
             names |= {id(module): f"modules/{name}", id(vars(module)): f"modules/{name}"}
             names |= _container_names(f"modules/{name}.", vars(module))
+        tensors = [(f"parameters/{name}", item) for name, item in self.modules.named_parameters()]
+        tensors += [(f"buffers/{name}", item) for name, item in self.modules.named_buffers()]
+        for name, item in tensors:
+            if (space := space_of(item)) is not None:
+                names |= _container_names(f"{name}.", space) | {id(space): name}
         for optimizer in optimizers_of(self):
             for parameter, moments in (states := moments_of(optimizer)).items():
                 names[id(moments)] = f"optimizer/{names.get(id(parameter), 'unknown').removeprefix('parameters/')}"

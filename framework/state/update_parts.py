@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .attributes import HOOK_TABLES, MODULE_ATTRIBUTES, is_hook_table, without_hooks
+from .attributes import HOOK_TABLES, MODULE_ATTRIBUTES, is_hook_table, space_of, spaces_of_buffers, without_hooks
 from .model_parts import GRADIENT_HOOKS, InternalHook, from_plain_forms, hook_tables, plain_forms
-from .objects import ATOMS, attributes_of
+from .objects import ATOMS, Slots, attributes_of
 from .parameter_groups import (
     SPLIT_FROM,
     groups_of,
@@ -120,6 +120,9 @@ def reachable_from_modules(
     tables = [module._parameters for module in modules if module._parameters]
     parameters = [parameter for table in tables for parameter in table.values() if parameter is not None]
     roots = [value for module in modules for value in extra_attributes(module)]
+    roots += [slots for module in modules if (slots := Slots.of(module)) is not None]
+    roots += [space for space in map(space_of, parameters) if space is not None]
+    roots += chain.from_iterable(map(spaces_of_buffers, modules))
     on_modules = filter(None, chain.from_iterable([map(vars(module).get, HOOK_TABLES) for module in modules]))
     on_parameters = filter(None, chain.from_iterable([map(read, parameters) for read in GRADIENT_HOOKS]))
     roots += [hook for table in chain(on_modules, on_parameters) for hook in table.values()]

@@ -81,7 +81,7 @@ def test_newer_checkpoint_format_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("loopscope.checkpoints.format.FORMAT", FORMAT + 1)
     folder = written(tmp_path).folder
     monkeypatch.undo()
-    with pytest.raises(DamagedCheckpointError, match=r"of format 5, .* newer loopscope; this version reads format 4"):
+    with pytest.raises(DamagedCheckpointError, match=r"of format 6, .* newer loopscope; this version reads format 5"):
         open_checkpoint(folder)
 
 
@@ -90,7 +90,7 @@ def test_older_checkpoint_format_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("loopscope.checkpoints.format.FORMAT", 2)
     folder = written(tmp_path).folder
     monkeypatch.undo()
-    with pytest.raises(DamagedCheckpointError, match=r"of format 2, .* older loopscope; this version reads format 4"):
+    with pytest.raises(DamagedCheckpointError, match=r"of format 2, .* older loopscope; this version reads format 5"):
         open_checkpoint(folder)
 
 
