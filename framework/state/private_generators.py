@@ -52,7 +52,7 @@ def write_generator(generator: Generator, state: Any) -> None:
 
 
 def generators_of(*roots: Any) -> list[Generator]:
-    """Return the generators that functions, methods, modules or objects draw from, as far as their code names them.
+    """Return the generators that functions, methods, modules or objects draw from, if their code names them.
 
     Searched are enclosing variables, defaults, arguments of partial functions, objects of methods, attributes, and the
     global variables that the code names, also through other functions and methods that it names. Functions of installed
