@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
@@ -32,6 +33,10 @@ class InvalidExperimentError(UsageError):
 
 class UnsuitableError(UsageError):
     """Raised by a hook that does not support the run; the hook is left out, unless it is required."""
+
+
+class HookMisuseError(UsageError):
+    """A hook did what no hook may do, such as closing its scope; it ends the run for any ``--on-hook-error``."""
 
 
 class NoLossError(LoopscopeError):
@@ -195,27 +200,26 @@ def warn(message: str, category: type[Warning] = UserWarning, *, stacklevel: int
 
     It is raised only if the filter names the warning itself: its message, or a category of loopscope.
     """
-    try:
-        warnings.warn(message, category, stacklevel=stacklevel + 1)
-    except Warning:
-        if is_chosen_as_error(category):
-            raise
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", category)
-            warnings.warn(message, category, stacklevel=stacklevel + 1)
+    _issue(partial(warnings.warn, message, category, stacklevel=stacklevel + 2), category)
 
 
 def warn_at(warning: Warning, path: str, line: int) -> None:
     """Issue a warning for a line of code as :func:`warn` does, also if it repeats an earlier one."""
-    category = type(warning)
+    _issue(partial(warnings.warn_explicit, warning, type(warning), path, line), type(warning))
+
+
+def _issue(issue: Callable[[], None], category: type[Warning]) -> None:
+    """Issue a warning, which is lost if it cannot be shown, for example since standard error is closed."""
     try:
-        warnings.warn_explicit(warning, category, path, line)
+        issue()
     except Warning:
         if is_chosen_as_error(category):
             raise
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), suppress(Exception):
             warnings.simplefilter("always", category)
-            warnings.warn_explicit(warning, category, path, line)
+            issue()
+    except Exception:
+        return
 
 
 def is_chosen_as_error(category: type[Warning]) -> bool:

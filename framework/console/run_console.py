@@ -31,7 +31,7 @@ from . import tables
 from .board import Groups, Label, Notice
 from .live import LiveDisplay
 from .progress import BarView, LineView, ProgressNumbers, TrainingProgress, View
-from .terminal import make_console, show_warnings, supports_full_screen
+from .terminal import has_foreign_bars, make_console, show_warnings, supports_full_screen
 from .text import cleaned
 
 MOST_SHOWN = 10  # alerts of one kind shown per strategy; SNAPSHOT lines count all, and a file has all
@@ -141,7 +141,7 @@ class RunConsole(Display):
         if self._live is not None:
             self._live.open()
             view = self._live
-        elif self.console.is_jupyter or self.console.is_interactive:
+        elif self.console.is_jupyter or (self.console.is_interactive and not has_foreign_bars()):
             view = BarView(self.console, shown_name, transient=is_normal)
         else:
             view = self._line_view = LineView(self.console, shown_name, transient=is_normal, clock=self._clock)

@@ -8,15 +8,23 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from ..doctor import CRITICAL, FindingNotice
-from ..errors import RunNotice
+from ..errors import RunNotice, describe_error
 from ..hooks import Alert, AlertNotice
 from .board import Label
 from .text import printable
@@ -31,10 +39,29 @@ UNKNOWN_WIDTH = 80
 
 
 class LastingConsole(Console):
-    """A console that becomes quiet at a broken pipe, where rich would exit.
+    """A console that becomes quiet if its output fails, where rich would exit or raise.
 
     It escapes control characters in its content, which may come from a plug-in or a file.
     """
+
+    @property
+    def file(self) -> IO[str]:
+        """The output, which never raises."""
+        stream: Any = LastingStream(super().file, self._become_quiet)
+        return cast(IO[str], stream)
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
+
+    def _become_quiet(self, error: Exception) -> None:
+        """Print nothing from now on, and report it on standard error, if that is possible."""
+        if not self.quiet:
+            self.quiet = True
+            with suppress(Exception):
+                sys.stderr.write(
+                    f"loopscope: nothing more is displayed, since output failed: {describe_error(error)}\n"
+                )
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """Yield the segments of the content, with control characters replaced."""
@@ -48,15 +75,76 @@ class LastingConsole(Console):
     def on_broken_pipe(self) -> None:
         """Redirect output to the null device, so that later writes and the final flush of the process succeed."""
         self.quiet = True
-        if self.file is sys.stdout:
+        if self._file in (None, sys.stdout):
             null_device = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null_device, sys.stdout.fileno())
             os.close(null_device)
 
 
+class LastingStream:
+    """A stream that leaves out what it cannot write, and writes above the bars of tqdm.
+
+    Args:
+        stream: the stream of a program, which may be closed, on a full disk, not in UTF-8, or a class of the program.
+        on_error: receives the error of a write.
+    """
+
+    def __init__(self, stream: Any, on_error: Callable[[Exception], None]) -> None:
+        self._stream, self._on_error = stream, on_error
+
+    def write(self, text: str) -> int:
+        """Write a text; characters that the encoding does not have become question marks."""
+        try:
+            with _above_bars(self._stream):
+                try:
+                    self._stream.write(text)
+                except UnicodeEncodeError:
+                    encoding = getattr(self._stream, "encoding", None) or "ascii"
+                    self._stream.write(text.encode(encoding, "replace").decode(encoding))
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            self._on_error(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            self._on_error(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def has_foreign_bars() -> bool:
+    """Return whether a bar of tqdm is on the screen."""
+    bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
+    return any(not getattr(bar, "disable", True) for bar in [*bars])
+
+
+def _above_bars(stream: Any) -> AbstractContextManager[None]:
+    """Remove the bars of tqdm from the screen for the body; tqdm is not imported here."""
+    if not has_foreign_bars():
+        return nullcontext()
+    bars: AbstractContextManager[None] = sys.modules["tqdm"].tqdm.external_write_mode(file=stream)
+    return bars
+
+
+def is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal: it may be closed, ``None``, or a class without ``isatty``."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError, OSError):
+        return False
+
+
 def make_console() -> Console:
     """Return a console on standard output that writes control codes to terminals only, ignoring the environment."""
-    forced = None if sys.stdout.isatty() else False
+    forced = None if is_terminal(sys.stdout) else False
     console = LastingConsole(force_terminal=forced, highlight=False, markup=False, emoji=False)
     if console.width < LEAST_WIDTH:
         console.width = LEAST_WIDTH if console.width > 0 else UNKNOWN_WIDTH  # some programs set COLUMNS to 0
@@ -173,7 +261,7 @@ def captured_output(keep: Keep) -> Iterator[None]:
     """Pass what Python prints on the terminal to ``keep(stream, text)``; output to files is not affected."""
     with ExitStack() as stack:
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
-            if stream.isatty():
+            if is_terminal(stream):
                 stream_bytes = _CapturedBytes(stream, keep)
                 text = io.TextIOWrapper(stream_bytes, "utf-8", newline="\n", write_through=True)  # type: ignore[type-var]
                 text.rich_proxied_file = stream  # type: ignore[attr-defined]  # rich keeps writing to the original stream

@@ -187,7 +187,8 @@ class Driver:
 
         Unless a hook reports them at POST_EPOCH or SNAPSHOT, they are reported before the next step or evaluation.
         """
-        loop, numbers = self.loop, self.task.ranks.evaluation(numbers)
+        loop = self.loop
+        numbers = self.task.ranks.evaluation({_as_name(key): value for key, value in numbers.items()})
         is_repeated = loop.evaluated_at == loop.step and loop.evaluation.items() <= numbers.items()
         if loop.has_unreported_evaluation and not is_repeated:
             self.manager.report_evaluation()
@@ -208,6 +209,15 @@ class Driver:
         """Start an interval of the step loop: clear its mean gradient and, if a hook needs it, copy the state."""
         self.loop.accumulated_grads = None
         self._copy_state((SNAPSHOT,))
+
+
+def _as_name(key: Any) -> str:
+    """Return the name of a number of an evaluation, whose key may be a class index or a tuple.
+
+    >>> _as_name(3), _as_name(("val", "dog"))
+    ('3', 'val/dog')
+    """
+    return "/".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 class GradientRecorder:

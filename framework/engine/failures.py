@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ..errors import (
     HookError,
+    HookMisuseError,
     LoopscopeError,
     RankError,
     ReloadedHookError,
@@ -21,7 +22,7 @@ from ..errors import (
     warn,
     with_lines,
 )
-from ..hooks import HookPoint, InterventionHook, TrainingHook, UndeclaredCommitError
+from ..hooks import HookPoint, InterventionHook, TrainingHook
 from ..state import explain_nondeterminism
 from .error_advice import advice_on_error, called_method
 
@@ -94,7 +95,7 @@ class HookFailures:
         message = f"Hook {hook.name!r} raised at {where} of step {step}: {lines}" + (advice and f". {advice}")
         entry = {"hook": hook.name, "point": where, "step": step, "error": describe_error(explained)}
         self.errors.append(entry | {"traceback": "".join(format_exception(error))})
-        if isinstance(error, UndeclaredCommitError):
+        if isinstance(error, HookMisuseError):
             error.args = (f"{error} [{user_code_lines(error)}]",)
             raise error
         if where in CALLED_BEFORE_RUN and isinstance(error, UsageError):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..errors import UsageError
+from ..errors import HookMisuseError
 
 
 class StatePart(Enum):
@@ -16,7 +16,7 @@ class StatePart(Enum):
     OPTIMIZER = "optimizer"
 
 
-class UndeclaredCommitError(UsageError):
+class UndeclaredCommitError(HookMisuseError):
     """A hook committed a change that its class does not declare; ends the run for any ``--on-hook-error``."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -22,7 +23,20 @@ from ..combined_optimizers import separate_optimizers
 from ..console import RunConsole
 from ..data import Batch, MicroBatches
 from ..engine import WITH_FAST_PATH, Driver, HookManager, unmet_need
-from ..errors import RankLostError, RunNotice, UnsuitableError, notice, require, short_path
+from ..errors import (
+    HookError,
+    HookMisuseError,
+    LoopscopeError,
+    RankLostError,
+    RunNotice,
+    StateMutationError,
+    UnsuitableError,
+    notice,
+    require,
+    short_path,
+    warn,
+    with_lines,
+)
 from ..hooks import ENDLESS, Alert, StatePart, treatments
 from ..isolation import borrowed_modes, borrowed_parameters
 from ..loops import NoProgress, Progress
@@ -57,7 +71,9 @@ def as_number(value: Any) -> float | None:
     """Return a number or the element of a tensor with one element, ``None`` for other values."""
     if isinstance(value, Tensor):
         return None if value.numel() != 1 or value.is_complex() or value.is_meta else value.item()
-    return value if isinstance(value, (int, float)) else None
+    if isinstance(value, (int, float)):
+        return value
+    return float(value) if isinstance(value, Real) else None  # such as numpy.float32
 
 
 def _has_no_open_step() -> bool:
@@ -95,6 +111,8 @@ class AttachedLoop:
         self.is_built = self.is_started = self.is_closed = self._has_ended_training = False
         self._has_noticed_draws = self._has_noticed_train_mode = False
         self._has_noticed_unnamed = False
+        self._inner_results: list[Any] | None = None
+        """The results of evaluations within the one in progress, if any."""
         self.settings: Mapping[str, Any] = {}
         """Further settings for the record, such as the arguments of a Trainer."""
         self._accumulate = 1
@@ -421,7 +439,29 @@ class AttachedLoop:
                         buffer.copy_(original)
 
     def evaluate(self, function: Callable[[], Result]) -> Result:
-        """Return the result of an evaluation of a custom loop, isolated unless ``isolate_evaluation=False``."""
+        """Evaluate a custom loop, isolated unless ``isolate_evaluation=False``; record and return the result.
+
+        An evaluation within another one is isolated with it, and recorded before it.
+        """
+        if self._inner_results is not None:
+            result = function()
+            self._inner_results.append(result)
+            return result
+        inner_results = self._inner_results = list[Any]()
+        try:
+            result = self._isolated(function)
+        finally:
+            self._inner_results = None
+        for item in (*inner_results, result):
+            self._record_result(item)
+        return result
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether an evaluation of a custom loop is in progress."""
+        return self._inner_results is not None
+
+    def _isolated(self, function: Callable[[], Result]) -> Result:
         manager = self.manager
         if not self.options.isolate_evaluation:
             with manager.untapped_pass(), self._noticed_train_mode():
@@ -438,7 +478,7 @@ class AttachedLoop:
         with unchanged_replica(self.driver.task.replica):
             return manager.in_eval_mode("evaluation", run)
 
-    def record_result(self, result: Any) -> None:
+    def _record_result(self, result: Any) -> None:
         """Record the named numbers that an evaluation of a custom loop returned.
 
         Numbers without names, such as those of a pair of loss and accuracy, are reported, once per run.
@@ -552,15 +592,23 @@ class AttachedLoop:
                 raise
             finally:
                 self._end_run(status, error)
-        finally:  # also if the disk refuses the summary
+        finally:
             self._release()
 
     def _end_run(self, status: str, error: BaseException | None) -> None:
-        try:
-            self.run.end(status, error)
-        finally:
-            if self._ranks.is_main and self.run.summary:
-                self._console.ended([self.run.summary])
+        """End the run; a record that cannot be completed is reported, and never ends the script of the training."""
+        for action in (partial(self.run.end, status, error), self._show_end):
+            try:
+                action()
+            except (HookError, HookMisuseError, StateMutationError, RankLostError):
+                raise
+            except Exception as failure:
+                reason = str(failure) if isinstance(failure, LoopscopeError) else f"{with_lines(failure)}."
+                warn(f"The run in {short_path(self.path)} has no complete record: {reason}")
+
+    def _show_end(self) -> None:
+        if self._ranks.is_main and self.run.summary:
+            self._console.ended([self.run.summary])
 
     def _release(self) -> None:
         _TRAINED.difference_update(separate_optimizers(self.driver.task.optimizer))

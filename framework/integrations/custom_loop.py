@@ -179,7 +179,8 @@ class CustomLoop(Transient):
             self._first_index = index
 
     def _start(self, batch: Batch | None, steps: int | None) -> None:
-        self._attached.start(batch, steps, self.close)
+        with self._hook_calls:
+            self._attached.start(batch, steps, self.close)
         self._is_in_epoch, self._is_data_exhausted, self._index = self._attached.place.get("loop", (False, False, 0))
         # The state may have been saved within the loop body after the last step of an epoch.
         is_last = self._index == self._attached.plan.steps
@@ -355,6 +356,11 @@ class CustomLoop(Transient):
             self._has_deferred_work = False
             with self._hook_calls:
                 self._attached.after_step()
+
+    @property
+    def is_in_hook(self) -> bool:
+        """Whether a hook or a sink of this scope is being called."""
+        return self._hook_calls.is_on
 
     def is_in_step(self) -> bool:
         """Return whether a batch of the current step has been read, and its update has not been made."""
@@ -542,7 +548,8 @@ class CustomLoop(Transient):
             reason = "loop only calls optimizer.step()"
             hooks.restrict_to(BARE_POINTS, f"this {reason}; {ADVICE}.")
             disabled = listed([*hooks.failures.left_out]) or "none"
-            attached.start(None, None, self.close)
+            with self._hook_calls:
+                attached.start(None, None, self.close)
             self._is_bare = True
             message = (
                 f"This {reason}, so hooks see only its updates; disabled hooks: {disabled}. To use them, {ADVICE}."

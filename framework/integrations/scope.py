@@ -1,9 +1,10 @@
 """Scopes: the calls by which a custom loop reports its batches, backward passes, evaluations and epochs."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from rich.console import Group
 from rich.jupyter import JupyterMixin
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..checkpoints import allocate_saved, flatten_state
 from ..data import Loader
 from ..doctor import Diagnosis, diagnosis_with
-from ..errors import UsageError, require
+from ..errors import HookMisuseError, UsageError, require
 from ..hooks import HookPoint
 from ..preserved_streams import preserved_streams
 from .attach_options import steps_in
@@ -22,6 +23,28 @@ from .present_tests import check_testable, with_tests
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+class Batches(Iterator[Item]):
+    """The batches of a loader, as one epoch of a scope, with the length of the loader, if it has one."""
+
+    def __init__(self, start: Callable[[Iterable[Item]], Iterator[Item]], loader: Iterable[Item]) -> None:
+        self._loader, self._iterator = loader, start(loader)
+
+    def __iter__(self) -> Iterator[Item]:
+        """Return the iterator, whose first item starts the epoch."""
+        return self._iterator
+
+    def __next__(self) -> Item:
+        """Return the next batch."""
+        return next(self._iterator)
+
+    def __len__(self) -> int:
+        """Return the length of the loader; raises ``TypeError`` if it has none, as ``len`` does."""
+        try:
+            return len(cast(Sized, self._loader))
+        except Exception as error:  # list() and others accept no other error
+            raise TypeError(f"{type(self._loader).__name__} has no length") from error
 
 
 class AttachedScope(JupyterMixin):
@@ -104,13 +127,16 @@ class Scope(AttachedScope):
         super().__init__(attached)
         self._loop, self._accumulate = loop, accumulate
 
-    def batches(self, loader: Iterable[Item]) -> Iterator[Item]:
-        """Yield the batches of ``loader`` unchanged, as one epoch of the training.
+    def batches(self, loader: Iterable[Item]) -> "Batches[Item]":
+        """Return the batches of ``loader`` unchanged, as one epoch of the training; ``len`` is that of the loader.
 
         With ``accumulate`` above 1 they are micro-batches. A loader of loopscope yields the batches of the current
         epoch, and in a resumed run starts within it. The epoch ends at :meth:`epoch_end`, or when the next one starts.
         """
-        self._require_open()
+        return Batches(self._batches, loader)
+
+    def _batches(self, loader: Iterable[Item]) -> Iterator[Item]:
+        self._require_open("batches")
         if self._attached.is_started:
             self._loop.end_epoch({})
         steps = steps_in(loader, self._loop.accumulation)
@@ -143,7 +169,7 @@ class Scope(AttachedScope):
             UsageError: for an invalid loss, or a call out of order.
         """
         if self._attached.is_closed:
-            self._require_open()
+            self._require_open("backward")
         options: dict[str, Any] = {}
         if retain_graph or create_graph or inputs is not None:
             given = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
@@ -160,7 +186,7 @@ class Scope(AttachedScope):
             UsageError: for an invalid loss, or a call out of order; in the first step also for a hook with taps that
                 was requested by name.
         """
-        self._require_open()
+        self._require_open("gradients_ready")
         self._loop.gradients_ready(loss)
 
     def closure(self, function: Callable[[], Result]) -> Callable[[], Result]:
@@ -169,7 +195,7 @@ class Scope(AttachedScope):
         For LBFGS, SAM and others. ``function`` clears the gradients, runs ``loss.backward()`` and returns the loss.
         Hooks see the gradients of its first evaluation in the step; PRE_UPDATE does not fire.
         """
-        self._require_open()
+        self._require_open("closure")
         return self._loop.closure(function)
 
     def evaluate(self, function: Callable[..., Result], *inputs: Any, **options: Any) -> Result:
@@ -181,14 +207,12 @@ class Scope(AttachedScope):
         are not recorded, which one notice reports. Ranks that train together all call this, and their hooks receive the
         means.
         """
-        self._require_open()
-        result = self._loop.evaluate(lambda: function(*inputs, **options))
-        self._attached.record_result(result)
-        return result
+        self._require_open("evaluate", in_evaluation=True)
+        return self._loop.evaluate(partial(function, *inputs, **options))
 
     def epoch_end(self, **metrics: float | Tensor) -> None:
         """End the epoch; ``metrics`` are the numbers of its evaluation, such as ``val_loss=0.5``."""
-        self._require_open()
+        self._require_open("epoch_end")
         numbers: dict[str, float] = {}
         for name, value in metrics.items():
             number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -219,11 +243,25 @@ class Scope(AttachedScope):
         self._attached.load_state_dict(state)
 
     def close(self, status: str = "completed", error: BaseException | None = None) -> None:
-        """End the run: deliver all metrics and write the summary; further calls do nothing."""
-        self._loop.close(status, error)
+        """End the run: deliver all metrics and write the summary; further calls do nothing.
 
-    def _require_open(self) -> None:
-        require(not self._attached.is_closed, "This scope is closed; attach a new one for more training.")
+        A record that cannot be completed, for example since the disk is full, is reported in a warning.
+
+        Raises:
+            HookError: if a hook fails at the end, with ``on_hook_error="raise"``.
+        """
+        if not self._attached.is_closed:
+            self._require_open("close")
+            self._loop.close(status, error)
+
+    def _require_open(self, call: str, *, in_evaluation: bool = False) -> None:
+        """Refuse a call of a closed scope, of a hook, and unless ``in_evaluation`` of an evaluation."""
+        attached = self._attached
+        require(not attached.is_closed, "This scope is closed; attach a new one for more training.")
+        if self._loop.is_in_hook:
+            raise HookMisuseError(f"scope.{call}() was called by a hook or a sink; only the loop may call it.")
+        is_allowed = in_evaluation or not attached.is_evaluating
+        require(is_allowed, f"scope.{call}() was called within scope.evaluate(...); call it after the evaluation.")
 
     def __enter__(self) -> Self:
         """Return the scope, which is closed after the body."""

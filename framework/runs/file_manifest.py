@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..durable_files import path_exists, read_json, write_json
+from ..durable_files import path_exists, read_json, translated_disk_errors, write_json
 from ..errors import UsageError, warn
 from ..file_digests import digest_of, sealed, unsealed
 
@@ -33,7 +33,8 @@ def write_manifest(folder: Path, files: Iterable[Path]) -> None:
     Raises:
         LoopscopeError: if the file system refuses the write.
     """
-    entries = {path.name: _entry(path) for path in files if path.is_file()}
+    with translated_disk_errors(folder / FILES):  # too many open files
+        entries = {path.name: _entry(path) for path in files if path.is_file()}
     write_json(folder / FILES, sealed({"format": 1, "files": entries}))
 
 

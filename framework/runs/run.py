@@ -192,8 +192,10 @@ class Run:
         diagnosis = diagnose(self.diagnosis.history)
         self.summary["findings"] = diagnosis.as_dict()["findings"]
         self.summary["not_checked"] = {"reason": diagnosis.unchecked, "sentences": list(diagnosis.missing)}
-        self.folder.write_summary(self.summary)
-        self.display.strategy_ended(self.summary)
+        try:
+            self.folder.write_summary(self.summary)
+        finally:
+            self.display.strategy_ended(self.summary)
         return self.summary
 
     def release(self) -> None:
