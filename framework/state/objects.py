@@ -372,7 +372,8 @@ def write_attributes(owner: Any, attributes: Mapping[str, Any]) -> None:
 
 def _write_slots(owner: Any, names: Iterable[str], values: Iterable[Any]) -> None:
     if isinstance(owner, partial):  # its fields are written only together
-        owner.__setstate__((*values, vars(owner)))
+        state = (*values, vars(owner))
+        owner.__setstate__(state)  # type: ignore[attr-defined]  # its stub lacks the method
         return
     for name, value in zip(names, values, strict=True):
         present = _read(owner, name)

@@ -30,7 +30,7 @@ from .digest import described, digest
 from .model_parts import MODEL_PARTS, device_of
 from .parameter_groups import moments_of, trained_by
 from .parts import Leaves, Part, StateObjects, Watched, leaves_of, nested
-from .private_generators import generators_of_methods
+from .private_generators import Generator, generators_of_methods
 from .protectable import named_tensors, refuse_unprotectable
 from .random_streams import StreamState, from_plain, plain
 from .sharding import FullSharding
@@ -370,7 +370,7 @@ class TrainingState(StateObjects):
         natives = Structure(attributes, excluded={*map(id, modules.parameters())}).natives
         # Others on modules are parts of the modules' states.
         on_modules = {id(item) for item in natives if not isinstance(item, torch.Generator)}
-        generators = [item for item in natives if isinstance(item, torch.Generator)]
+        generators: list[Generator] = [item for item in natives if isinstance(item, torch.Generator)]
         generators += [item for item in generators_of_methods(modules.modules()) if id(item) not in on_modules]
         by_id = {id(item): item for item in (*self.streams.owned, *generators)}
         self.streams.owned = (*by_id.values(),)
@@ -416,7 +416,9 @@ class TrainingState(StateObjects):
         for name, module in self.modules.named_modules():
             names |= {id(module): f"modules/{name}", id(vars(module)): f"modules/{name}"}
             names |= _container_names(f"modules/{name}.", vars(module))
-        tensors = [(f"parameters/{name}", item) for name, item in self.modules.named_parameters()]
+        tensors: list[tuple[str, Tensor]] = [
+            (f"parameters/{name}", item) for name, item in self.modules.named_parameters()
+        ]
         tensors += [(f"buffers/{name}", item) for name, item in self.modules.named_buffers()]
         for name, item in tensors:
             if (space := space_of(item)) is not None:
