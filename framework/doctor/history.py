@@ -148,14 +148,18 @@ class History:
     """The status of the run: running, completed, incomplete, failed or interrupted."""
     step: int = 0
     """The newest step with a metric."""
+    first_epoch_end: int = 0
+    """The newest step that is known to belong to the first epoch."""
     curves: dict[str, Curve] = field(default_factory=dict)
     recent_losses: dict[str, deque[tuple[int, float]]] = field(default_factory=dict)
     """The newest losses of single steps, with their steps, by the name of the metric."""
     alerts: list[dict[str, Any]] = field(default_factory=list)
     """The alerts as in ``alerts.jsonl``, without recoveries, oldest first."""
 
-    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def add(self, step: int, metrics: Mapping[str, Any], epoch: int | None = None) -> None:
         """Add the metrics of one emit, by full name; lists and texts are left out."""
+        if epoch == 0:
+            self.first_epoch_end = max(self.first_epoch_end, step)
         for name, at, values in _points(step, metrics):
             curve = self.curves.get(name)
             if curve is None:

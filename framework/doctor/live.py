@@ -66,7 +66,7 @@ class LiveDiagnosis(MetricSink):
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Add metrics, and diagnose them if it is time."""
-        self.history.add(step, metrics)
+        self.history.add(step, metrics, epoch)
         if step >= self._next_step or step <= ALWAYS_UNTIL:
             self._next_step = max(step + 1, int(step * GROWTH))
             self._report()

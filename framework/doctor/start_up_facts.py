@@ -17,6 +17,8 @@ MOST_HELD = 1024
 """Items of a list up to which it is searched for layers."""
 LARGEST_COMPARED = 2**27
 """Elements of a tensor up to which values are read: reading larger ones would delay the start."""
+LEAST_COMPARED = 64
+"""Elements from which on a weight is compared with an initialisation."""
 BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 NORMS = (nn.LayerNorm, nn.GroupNorm, BATCH_NORMS, nn.RMSNorm)
 
@@ -49,6 +51,7 @@ def start_facts(model: nn.Module, optimizers: Sequence[Optimizer], others: Itera
         "untied_copies": _untied_copies(model),
         "weight_scales": _weight_scales(model),
         "rounded_away": _rounded_away(trainable, optimizers),
+        "frozen_untrained": _frozen_untrained(model),
     }
     return facts
 
@@ -213,6 +216,7 @@ def _modes(model: nn.Module) -> dict[str, Any]:
         "batchnorms_without_updates": _names(
             name for name, item in norms.items() if item.track_running_stats and item.momentum == 0
         ),
+        "largest_batchnorm_momentum": max((float(item.momentum or 0) for item in norms.values()), default=0.0),
         "dropouts": len(dropouts),
         "dropouts_in_eval_mode": sum(not item.training for item in dropouts),
         "largest_dropout": max((float(item.p) for item in dropouts), default=0.0),
@@ -311,6 +315,33 @@ def _weight_scales(model: nn.Module) -> dict[str, Any]:
     ordered = sorted(scales.items(), key=lambda item: item[1])
     median = ordered[len(ordered) // 2][1]
     return {"count": len(ordered), "median": median, "smallest": list(ordered[0]), "largest": list(ordered[-1])}
+
+
+UNIFORM_PEAK = 3**0.5
+"""Largest magnitude over the root mean square of uniform values around 0."""
+
+
+def _frozen_untrained(model: nn.Module) -> dict[str, Any]:
+    """Return the frozen layers whose values are those of an initialisation, and the number of all frozen layers.
+
+    torch draws the weights of its layers uniformly around 0: their largest magnitude is √3 times the root mean square,
+    which no training keeps.
+    """
+    layers = 0
+    untrained = []
+    for name, module in model.named_modules():
+        weight = _weight(module)
+        if weight is None or weight.requires_grad or weight.ndim < 2 or not _is_readable(weight):
+            continue
+        (values,) = local_shards([weight.detach()])
+        if values.numel() < LEAST_COMPARED:
+            continue
+        layers += 1
+        peak = float(values.abs().max() / values.float().square().mean().sqrt().clamp(min=1e-30))
+        is_centred = abs(float(values.float().mean())) * values.numel() ** 0.5 < 4 * float(values.float().std())
+        if is_centred and 0.95 * UNIFORM_PEAK < peak < 1.05 * UNIFORM_PEAK:
+            untrained.append(name)
+    return _names(untrained) | {"layers": layers}
 
 
 def _rounded_away(trainable: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Descriptions of the backward passes of a step, for the hooks that need them."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ class BackwardRecorder:
     def __init__(self, task: TrainingTask, hooks: HookSet) -> None:
         self._task = task
         self._hooks = hooks
-        self._is_due = self._has_warned = False
+        self._is_due = self._has_warned = self._was_nonfinite = False
         self._parameters: dict[str, nn.Parameter] = {}
         self.is_needed = hooks.listeners.any_has("needs_loss_graph")
         """Whether any hook needs the descriptions."""
@@ -33,6 +35,7 @@ class BackwardRecorder:
     def record(self, loop: LoopState, loss: Tensor, divisor: float, *, is_scaled: bool) -> None:
         """Append the description of the pass that starts next; the trainer divides the loss by ``divisor`` itself."""
         if not self._is_due:
+            self._record_nonfinite(loop, loss, is_scaled=is_scaled)
             return
         described = self._described(loss, is_scaled=is_scaled)
         index, names = len(loop.backward_passes), tuple[str, ...]()
@@ -51,6 +54,14 @@ class BackwardRecorder:
             accumulated_gradients=names if index == 1 else (),
         )
         loop.backward_passes = (*loop.backward_passes, record)
+
+    def _record_nonfinite(self, loop: LoopState, loss: Tensor, *, is_scaled: bool) -> None:
+        """Describe the first loss that is not finite, at other steps, too; reading an accelerator's would wait."""
+        if not self.is_needed or self._was_nonfinite or type(loss) is not Tensor or loss.ndim or not loss.is_cpu:
+            return
+        if not math.isfinite(loss.item()):
+            self._was_nonfinite = True
+            loop.backward_passes = (*loop.backward_passes, self._described(loss, is_scaled=is_scaled))
 
     def _described(self, loss: Tensor, *, is_scaled: bool) -> BackwardPass:
         """Return the description of a loss, without facts if its graph cannot be read: other checks do not need it."""

@@ -12,6 +12,7 @@ This module alone depends on the attributes of torch's autograd nodes, which hav
 Each attribute is read with a default, so that a version of torch without it gives fewer facts instead of an error.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -50,11 +51,12 @@ ELEMENTWISE = frozenset(
     {"Mean", "Sum", "Div", "Mul", "Add", "Neg", "Pow", "Abs", "Sqrt", "Exp", "Log", "Log1P", "Sub", "Rsub", "Clamp"}
     | {"Where", "LogSigmoid", "Softplus", "MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"}
     | {"Expand", "Squeeze", "View", "UnsafeView", "ReshapeAlias", "ToCopy", "Clone"}
+    | {"Minimum", "Maximum", "ClampMin", "ClampMax"}
 )
 """Nodes of a loss that compares outputs and targets element by element."""
 BROADCASTING = frozenset({"Sub", "Rsub", "Mul", "Div", "Expand"})
 MOST_NODES_OF_MODEL = 20_000
-"""Nodes visited in the search for attention."""
+"""Nodes visited in the search for attention and embeddings."""
 BEFORE_SOFTMAX = VIEWS | {"Mul", "Div", "NativeDropout"}
 """Nodes between the products of queries and keys and their softmax that are not masks."""
 MASKED = -1e3
@@ -67,6 +69,10 @@ NOT_LOGARITHMS = frozenset({"Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Rel
 """Nodes whose output is certainly not that of a log-softmax."""
 REGRESSIONS = frozenset({"MseLoss", "SmoothL1Loss", "HuberLoss"})
 """Losses of numbers, which save their targets."""
+BINARY = frozenset({"BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"})
+"""Losses of probabilities, which save their targets."""
+LEAST_ROWS = 64
+"""Outputs of which statistics are computed at least, of wide outputs."""
 MOST_COLUMNS = 2**12
 """Numbers of a row of targets of which statistics are computed."""
 TOLERANCE = 0.05
@@ -79,6 +85,11 @@ RANGES = {
     "Tanh": (-1.0, 1.0),
 }
 """Ranges of activations that are bounded."""
+NORMALISED = {
+    "LogSoftmax": frozenset({"Softmax", "Sigmoid"}),
+    "BinaryCrossEntropyWithLogits": frozenset({"Sigmoid", "Softmax", "LogSoftmax", "LogSigmoid"}),
+}
+"""Operations whose outputs are probabilities or their logarithms, by the loss that takes logits instead."""
 SOFT_CROSS_ENTROPY = ("Div", "Neg", "Sum", "Mul", "LogSoftmax")
 """The mean that ``cross_entropy`` computes for targets that are probabilities."""
 
@@ -110,16 +121,17 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
         is_divided_by_tensor=is_divided_by_tensor,
         class_count=_class_count(nodes, names),
         ignore_index=_ignore_index(nodes, names),
-        **_target_facts(nodes, names),
-        **_regression_facts(nodes, names, is_mean=(reduction, divisor, is_divided_by_tensor) == ("mean", 1.0, False)),
+        **_class_facts(nodes, names),
+        **_number_facts(nodes, names),
         target_sum=_target_sum(nodes, names),
         is_doubly_normalised=_is_doubly_normalised(names),
         lacks_log_softmax=_lacks_log_softmax(nodes, names),
         is_modified=_has_other_terms(nodes, names) or _has_scaled_logits(nodes, names),
         is_rectified=_is_rectified(names),
         is_normalised_over_rows=_is_normalised_over_rows(nodes, names),
-        is_broadcast=_is_broadcast(nodes, names),
-        **_attention_facts(root),
+        is_broadcast=_is_broadcast(root),
+        has_terms=_has_terms(nodes),
+        **_model_facts(root, _saved_targets(nodes, names)),
         is_float16=any(_output(node)[1] is torch.float16 for node in nodes),
     )
 
@@ -275,22 +287,57 @@ def _ignore_index(nodes: list[Any], names: list[str]) -> int:
     return -100 if index is None else index
 
 
-def _target_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
-    """Return facts about the targets of a cross-entropy on the CPU; reading those of an accelerator would wait."""
-    positions = [index for index, name in enumerate(names) if name in ("NllLoss", "NllLoss2D")]
-    targets = _saved(nodes[positions[0]], "target") if positions else None
-    if not isinstance(targets, Tensor) or targets.device.type != "cpu" or not targets.numel():
+def _saved_targets(nodes: list[Any], names: list[str]) -> Tensor | None:
+    """Return the classes that a cross-entropy gets; ``None`` on an accelerator, where reading them would wait."""
+    position = _position(names, LIKELIHOODS - {"CtcLoss"})
+    targets = None if position is None else _saved(nodes[position], "target")
+    is_readable = isinstance(targets, Tensor) and targets.device.type == "cpu" and targets.numel() > 0
+    return targets if is_readable else None
+
+
+def _position(names: list[str], wanted: frozenset[str]) -> int | None:
+    return next((index for index, name in enumerate(names) if name in wanted), None)
+
+
+def _class_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
+    """Return facts about outputs and targets of a cross-entropy on the CPU."""
+    targets = _saved_targets(nodes, names)
+    if targets is None:
         return {}
-    counted = targets[targets != _ignore_index(nodes, names)]
+    node, ignored = nodes[_position(names, LIKELIHOODS) or 0], _ignore_index(nodes, names)
+    counted = targets[targets != ignored]
     counts = torch.unique(counted[:MOST_TARGETS], return_counts=True)[1]
-    is_weighted = _saved(nodes[positions[0]], "weight") is not None
-    return {
+    facts: dict[str, Any] = {
         "target_count": counted.numel(),
         "first_targets": tuple(targets.flatten()[:FIRST_TARGETS].tolist()),
         "ignored_fraction": 1 - counted.numel() / targets.numel(),
         "target_classes": len(counts),
-        "target_entropy": None if is_weighted else _entropy(counts),
     }
+    outputs, entropy = _saved(node, "self"), _entropy(counts)
+    if not isinstance(outputs, Tensor) or outputs.ndim < 2 or not len(counted):
+        return facts
+    classes = outputs.shape[1]
+    rows, labels = outputs.detach().movedim(1, -1).reshape(-1, classes), targets.reshape(-1)
+    kept = (labels != ignored).nonzero().flatten()
+    kept = kept[:: -(-len(kept) // max(LEAST_ROWS, MOST_TARGETS // classes))]
+    rows, labels = rows[kept].double(), labels[kept]
+    if _saved(node, "weight") is None and entropy is not None and not _has_scaled_logits(nodes, names):
+        facts |= {"constant_loss": entropy, "term_loss": -float(rows.gather(1, labels[:, None]).mean())}
+    shares = torch.unique(labels, return_counts=True)[1] / len(labels)
+    return facts | _variation(_information(rows.exp()), float(-(shares * shares.log()).sum()))
+
+
+def _information(probabilities: Tensor) -> float:
+    """Return the mutual information of rows and predictions in nats, H(mean p) − mean H(p): shape (rows, classes)."""
+
+    def entropies(shares: Tensor) -> Tensor:
+        return -torch.special.xlogy(shares, shares).sum(-1)
+
+    return float(entropies(probabilities.mean(0)) - entropies(probabilities).mean())
+
+
+def _variation(of_outputs: float, of_targets: float) -> dict[str, float]:
+    return {"output_variation": of_outputs / of_targets} if of_targets > 1e-9 and math.isfinite(of_outputs) else {}
 
 
 def _entropy(counts: Tensor) -> float | None:
@@ -303,29 +350,61 @@ def _entropy(counts: Tensor) -> float | None:
     return float(-(shares * shares.log()).sum()) + (len(counts) - 1) / (2 * total)
 
 
-def _regression_facts(nodes: list[Any], names: list[str], *, is_mean: bool) -> dict[str, Any]:
-    """Return facts about the targets of a regression on the CPU; reading those of an accelerator would wait.
-
-    ``is_mean``: the loss is a mean that nothing scales.
-    """
-    position = next((index for index, name in enumerate(names) if name in REGRESSIONS), None)
+def _number_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
+    """Return facts about outputs and targets that are numbers, on the CPU: reading an accelerator's would wait."""
+    position = _position(names, REGRESSIONS | BINARY)
     targets = None if position is None else _saved(nodes[position], "target")
     if position is None or not isinstance(targets, Tensor) or targets.device.type != "cpu" or targets.numel() < 2:
         return {}
     values = _sample(targets.detach()).double()
-    if not bool(values.isfinite().all()):
-        return {}
+    nonfinite = float((~values.isfinite()).double().mean())
+    facts: dict[str, Any] = {"nonfinite_targets": nonfinite}
+    if nonfinite:
+        return facts
+    outputs = _saved(nodes[position], "self")
+    if isinstance(outputs, Tensor) and outputs.shape == targets.shape and len(values) > 1:
+        facts |= _constant_facts(names[position], _sample(outputs.detach()).double(), values)
     ordered = values.flatten().sort().values
     places = [round(share * (len(ordered) - 1)) for share in (0.0, 0.1, 0.9, 1.0)]
-    facts: dict[str, Any] = {"target_quantiles": tuple(ordered[places].tolist())}
-    if is_mean and len(values) > 1 and names[position] == "MseLoss" and not _has_terms(nodes[:position]):
-        facts["target_variance"] = float(values.var(dim=0, correction=0).mean())
+    if names[position] in BINARY:
+        invalid = float(((values < 0) | (values > 1)).double().mean())
+        return (
+            facts
+            | {"invalid_targets": invalid}
+            | ({"target_quantiles": tuple(ordered[places].tolist())} if invalid else {})
+        )
+    facts["target_quantiles"] = tuple(ordered[places].tolist())
     inner = next((name for name in names[position + 1 :] if name not in VIEWS), "")
     if inner in RANGES:
         low, high = RANGES[inner]
         margin = TOLERANCE * values.std(correction=0)  # noise around a bound is no mistake
         facts["unreachable_fraction"] = float(((values < low - margin) | (values > high + margin)).double().mean())
     return facts
+
+
+def _constant_facts(name: str, outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    """Return the mean loss of outputs and of their best constants, and how much outputs vary between the rows.
+
+    Args:
+        name: the operation of the loss.
+        outputs: numbers, logits or probabilities, shape (rows,) or (rows, columns).
+        targets: the same shape.
+    """
+    means = targets.mean(0)
+    if name in REGRESSIONS:
+        variance = float(targets.var(dim=0, correction=0).mean())
+        facts = {"constant_loss": variance, "term_loss": float((outputs - targets).square().mean())}
+        return (facts if name == "MseLoss" else {}) | _variation(float(outputs.var(0, correction=0).mean()), variance)
+    chances = outputs.sigmoid() if name.endswith("Logits") else outputs
+
+    def surprise(shares: Tensor, chances: Tensor) -> Tensor:
+        bounded = chances.clamp(1e-12, 1 - 1e-12)
+        return -(shares * bounded.log() + (1 - shares) * (1 - bounded).log())
+
+    entropy = float(surprise(means, means).mean())
+    information = float((surprise(chances.mean(0), chances.mean(0)) - surprise(chances, chances).mean(0)).mean())
+    facts = {"constant_loss": entropy, "term_loss": float(surprise(targets, chances).mean())}
+    return facts | _variation(information, entropy)
 
 
 def _sample(targets: Tensor) -> Tensor:
@@ -338,8 +417,9 @@ def _sample(targets: Tensor) -> Tensor:
 
 
 def _has_terms(nodes: list[Any]) -> bool:
-    """Return whether one of these nodes combines several terms."""
-    return any(len(_inputs(node)) > 1 for node in nodes)
+    """Return whether one of these nodes combines several terms before the loss function."""
+    before = itertools.takewhile(lambda node: operation_of(node) not in LOSSES, nodes)
+    return any(len(_inputs(node)) > 1 for node in before)
 
 
 def _target_sum(nodes: list[Any], names: list[str]) -> float | None:
@@ -365,9 +445,8 @@ def _saved_integer(node: Any, argument: str) -> int | None:
 
 def _is_doubly_normalised(names: list[str]) -> bool:
     """Return whether probabilities are normalised again, directly or after views and conversions."""
-    pairs = {"LogSoftmax": "Softmax", "BinaryCrossEntropyWithLogits": "Sigmoid"}
     remaining = [name for name in names if name not in VIEWS]
-    return any(pairs.get(outer) == inner for outer, inner in pairwise(remaining))
+    return any(inner in NORMALISED.get(outer, ()) for outer, inner in pairwise(remaining))
 
 
 def _lacks_log_softmax(nodes: list[Any], names: list[str]) -> bool:
@@ -442,27 +521,58 @@ def _is_normalised_over_rows(nodes: list[Any], names: list[str]) -> bool:
     return False
 
 
-def _is_broadcast(nodes: list[Any], names: list[str]) -> bool:
+def _is_broadcast(root: Any) -> bool:
     """Return whether the loss compares N outputs with N targets as N × N pairs, as (N, 1) against (N,) does.
 
-    Pairs that are formed on purpose begin with an added dimension, ``x[:, None]``.
+    All terms of the loss are searched, up to operations that are not element by element. Pairs that are formed on
+    purpose begin with an added dimension, ``x[:, None]``, or have a matrix of their own, such as a mask.
     """
-    for (outer, inner), (name, inner_name) in zip(pairwise(nodes), pairwise(names), strict=True):
+    waiting, seen = ([root], {root}) if root is not None else ([], set())
+    for node in waiting:
+        name, inputs = operation_of(node), _inputs(node)
         if name not in ELEMENTWISE:
-            return False
-        result, argument = _output(outer)[0], _output(inner)[0]
-        count = math.prod(argument)
-        is_column = argument in ((count,), (count, 1), (1, count))
-        is_squared = result == (count, count) and count > 1
-        if name in BROADCASTING and is_column and is_squared and inner_name not in ("Unsqueeze", "Expand"):
-            return True
+            continue
+        if name in BROADCASTING and any(_is_squared(node, item) for item in inputs):
+            is_on_purpose = any(operation_of(item) in ("Unsqueeze", "Expand") for item in inputs)
+            if not is_on_purpose and not _has_matrix(node):
+                return True
+        new = [item for item in inputs if item not in seen]
+        waiting += new[: MOST_VISITED - len(waiting)]
+        seen.update(new)
     return False
 
 
-def _attention_facts(root: Any) -> dict[str, Any]:
-    """Return the number of attention operations over as many queries as keys, and of those that look ahead."""
-    found = [looks_ahead for node in _all_nodes(root) if (looks_ahead := _looks_ahead(node)) is not None]
-    return {"attention_count": len(found), "look_ahead_count": found.count(True)}
+def _is_squared(outer: Any, inner: Any) -> bool:
+    """Return whether a vector of N elements becomes a matrix of N × N."""
+    result, argument = _output(outer)[0], _output(inner)[0]
+    count = math.prod(argument)
+    return count > 1 and argument in ((count,), (count, 1), (1, count)) and result == (count, count)
+
+
+def _has_matrix(node: Any) -> bool:
+    """Return whether a factor that an operation has saved has several rows and several columns."""
+    factors = [_saved(node, argument) for argument in ("self", "other")]
+    return any(isinstance(item, Tensor) and item.ndim == 2 and min(item.shape) > 1 for item in factors)
+
+
+def _model_facts(root: Any, targets: Tensor | None) -> dict[str, Any]:
+    """Return the number of attention operations over as many queries as keys, of those that look ahead, and whether
+    an embedding reads the targets of the loss themselves.
+    """
+    nodes = [*_all_nodes(root)]
+    found = [looks_ahead for node in nodes if (looks_ahead := _looks_ahead(node)) is not None]
+    reads = targets is not None and any(_reads(node, targets) for node in nodes if operation_of(node) == "Embedding")
+    return {"attention_count": len(found), "look_ahead_count": found.count(True), "reads_targets": reads}
+
+
+def _reads(node: Any, targets: Tensor) -> bool:
+    """Return whether an embedding looks up all targets, in their order."""
+    indices = _saved(node, "indices")
+    if not isinstance(indices, Tensor) or indices.device.type != "cpu" or indices.numel() != targets.numel():
+        return False
+    first, second = indices.flatten(), targets.flatten()
+    # Few different ones, or numbers in order such as positions, may agree by chance.
+    return bool((first == second).all()) and len(first) > 8 and bool((first.diff() != 1).any())
 
 
 def _all_nodes(root: Any) -> Iterator[Any]:

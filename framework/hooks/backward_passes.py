@@ -31,17 +31,27 @@ class BackwardPass(NamedTuple):
     """Share of the targets of the cross-entropy that it leaves out; ``None`` if it is unknown, as on accelerators."""
     target_classes: int | None = None
     """Number of different targets of the cross-entropy among the others; ``None`` if it is unknown."""
-    target_entropy: float | None = None
-    """The mean loss of predicting the frequencies of the targets, for a cross-entropy without class weights; ``None``
-    if it is unknown, as with fewer than ten targets for each class."""
+    constant_loss: float | None = None
+    """The mean loss of the best prediction that is the same for all rows: the entropy of the targets of a
+    cross-entropy without class weights, or of each output of a binary one, and the variance of each output's targets
+    for ``mse_loss``; ``None`` if it is unknown, as with fewer than ten targets for each class."""
+    term_loss: float | None = None
+    """The mean of the same loss function for the outputs of the model, without the factors and other terms of the
+    loss; known if ``constant_loss`` is."""
+    output_variation: float | None = None
+    """How much the outputs that the loss gets differ between the rows, relative to the targets: the information of
+    rows in predicted classes over the entropy of the targets, or the ratio of variances of outputs and targets."""
     target_count: int | None = None
     """Number of targets of the cross-entropy that it does not leave out; ``None`` if it is unknown."""
     first_targets: tuple[int, ...] = ()
     """The first targets of the cross-entropy, at most 64; empty if they are unknown."""
     target_quantiles: tuple[float, ...] = ()
-    """The least target of a regression, its quantiles at 10 and 90 %, and the largest; empty if they are unknown."""
-    target_variance: float | None = None
-    """The mean squared error of predicting the mean target of the batch, by output; ``None`` for other losses."""
+    """The least target of a regression, its quantiles at 10 and 90 %, and the largest; of a binary
+    cross-entropy only if some are outside of 0 to 1; empty if they are unknown."""
+    nonfinite_targets: float | None = None
+    """Share of the targets that are NaN or infinite, of a regression or a binary cross-entropy."""
+    invalid_targets: float | None = None
+    """Share of the targets of a binary cross-entropy outside of 0 to 1."""
     unreachable_fraction: float | None = None
     """Share of the targets of a regression outside of the range of the model's last activation, if that is bounded, by
     more than 5 % of their standard deviation."""
@@ -60,6 +70,10 @@ class BackwardPass(NamedTuple):
     """Whether the log-softmax of a cross-entropy runs over the rows of the batch instead of the classes."""
     is_broadcast: bool = False
     """Whether N outputs meet N targets in N × N pairs, as shapes (N, 1) and (N,) do."""
+    has_terms: bool = False
+    """Whether the loss function on the path is one of several terms of the loss."""
+    reads_targets: bool = False
+    """Whether an embedding of the model looks up the very targets of the cross-entropy, in their order."""
     attention_count: int = 0
     """Number of attention operations of the model over as many queries as keys that the graph shows."""
     look_ahead_count: int = 0

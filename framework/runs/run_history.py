@@ -29,7 +29,7 @@ def read_history(folder: Path, until: int | None = None) -> History:
 
     def take(emit: Record) -> None:
         if until is None or emit.step <= until:
-            history.add(emit.step, emit.metrics)
+            history.add(emit.step, emit.metrics, emit.epoch)
 
     try:
         sink, path = record_of(folder, run.strategy)

@@ -34,6 +34,8 @@ class BatchPart:
     inputs: Tensor
     targets: Tensor | None = None
     decoder_inputs: Tensor | None = None
+    mask: Tensor | None = None
+    """Ones for the tokens of each row, zeros for its padding."""
 
 
 def parts_of(batch: Any) -> list[BatchPart]:
@@ -59,7 +61,8 @@ def _part(batch: Any) -> BatchPart | None:
     decoder_inputs = next((leaf for name, leaf in named if name == "decoder_input_ids" and leaf.ndim == 2), None)
     remaining = [leaf for name, leaf in others if _is_integer(leaf) and leaf is not inputs and not _is_auxiliary(name)]
     targets = usual if usual is not None else (remaining[-1] if remaining else None)
-    return BatchPart(inputs, targets, decoder_inputs)
+    mask = next((leaf for name, leaf in named if name == "attention_mask" and leaf.ndim == 2), None)
+    return BatchPart(inputs, targets, decoder_inputs, mask)
 
 
 def _as_tensor(leaf: Any) -> Tensor | None:
@@ -124,6 +127,41 @@ def target_facts(parts: Sequence[BatchPart], ignored: int = IGNORED) -> dict[str
         padded = sum(padded_count(target, ignored) for target in targets)
         facts["padding_fraction"] = padded / len(elements)
     return facts
+
+
+def inside_facts(parts: Sequence[BatchPart], ignored: int) -> dict[str, float]:
+    """Return the share of ignored targets that have others of their row on both sides.
+
+    >>> inside_facts([BatchPart(torch.zeros(1, 5), torch.tensor([[4, 0, 3, 0, 0]]))], ignored=0)
+    {'ignored_inside_fraction': 0.3333333333333333}
+    """
+    inside = total = 0
+    for part in parts:
+        if part.targets is None or part.targets.ndim != 2 or not _is_integer(part.targets):
+            return {}
+        is_counted = _first_rows(part.targets) != ignored
+        has_before, has_after = is_counted.cumsum(1) > 0, is_counted.flip(1).cumsum(1).flip(1) > 0
+        inside += int((~is_counted & has_before & has_after).sum())
+        total += int((~is_counted).sum())
+    return {"ignored_inside_fraction": inside / total} if total else {}
+
+
+def end_facts(parts: Sequence[BatchPart]) -> dict[str, float]:
+    """Return the share of rows whose last token within the mask is ignored, though the one before it is not.
+
+    >>> row, mask = torch.tensor([[5, 6, -100, -100]]), torch.tensor([[1, 1, 1, 0]])
+    >>> end_facts([BatchPart(torch.tensor([[5, 6, 2, 2]]), row, mask=mask)])
+    {'ignored_end_fraction': 1.0}
+    """
+    shares = []
+    for part in parts:
+        targets, mask = part.targets, part.mask
+        if targets is None or mask is None or targets.shape != mask.shape or mask.shape[1] < 2:
+            continue
+        last = (mask != 0).long().cumsum(1).argmax(1)
+        ends, before = (targets.gather(1, place[:, None]).flatten() for place in (last, (last - 1).clamp(min=0)))
+        shares.append(float(((ends == IGNORED) & (before != IGNORED)).double().mean()))
+    return {"ignored_end_fraction": sum(shares) / len(shares)} if shares else {}
 
 
 def class_counts(elements: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from loopscope.hooks import BackwardPass
 
 PASS_METRICS = {
-    "target_variance": "mean_target_loss",
+    "constant_loss": "constant_loss",
+    "term_loss": "term_loss",
+    "output_variation": "output_variation",
+    "invalid_targets": "invalid_target_fraction",
     "unreachable_fraction": "unreachable_target_fraction",
     "target_sum": "soft_target_sum",
 }
@@ -30,9 +33,6 @@ def loss_facts(passes: Sequence[BackwardPass], rows: int = 0) -> dict[str, float
     classes = max(one.class_count for one in passes)
     is_alone = classes > 0 and all(one.class_count == classes and not one.is_modified for one in passes)
     uniform = {"uniform_loss": math.log(classes)} if is_alone else {}
-    entropies = [one.target_entropy for one in passes if one.target_entropy is not None]
-    if is_alone and len(entropies) == len(passes):
-        uniform["frequency_loss"] = sum(entropies) / len(entropies)
     return {
         "micro_batches": len(passes),
         "loss_is_summed": int(any(is_summed(one, len(passes), rows) for one in passes)),
@@ -40,18 +40,27 @@ def loss_facts(passes: Sequence[BackwardPass], rows: int = 0) -> dict[str, float
         "doubly_normalised": int(any(one.is_doubly_normalised for one in passes)),
         "lacks_log_softmax": int(any(one.lacks_log_softmax for one in passes)),
         "loss_is_broadcast": int(any(one.is_broadcast for one in passes)),
+        "loss_has_terms": int(any(one.has_terms for one in passes)),
+        "reads_targets": int(any(one.reads_targets for one in passes)),
         "logits_rectified": int(any(one.is_rectified for one in passes)),
         "normalised_over_rows": int(any(one.is_normalised_over_rows for one in passes)),
         "class_count": classes,
         **uniform,
         **_averaging(passes, rows),
         **attention_facts(passes),
-        **_regression_facts(passes),
+        **nonfinite_facts(passes),
+        **_output_facts(passes),
     }
 
 
-def _regression_facts(passes: Sequence[BackwardPass]) -> dict[str, float]:
-    """Return facts about targets that are numbers; nothing for other losses."""
+def nonfinite_facts(passes: Sequence[BackwardPass]) -> dict[str, float]:
+    """Return the share of targets that are NaN or infinite; nothing for targets that are no numbers."""
+    shares = [one.nonfinite_targets for one in passes if one.nonfinite_targets is not None]
+    return {"nonfinite_target_fraction": max(shares)} if shares else {}
+
+
+def _output_facts(passes: Sequence[BackwardPass]) -> dict[str, float]:
+    """Return facts about the outputs that a loss gets and about its targets."""
     facts: dict[str, float] = {}
     quantiles = [one.target_quantiles for one in passes if one.target_quantiles]
     if quantiles:
@@ -60,7 +69,7 @@ def _regression_facts(passes: Sequence[BackwardPass]) -> dict[str, float]:
         facts |= {"target_low": sum(low) / len(low), "target_high": sum(high) / len(high)}
     for name, metric in PASS_METRICS.items():
         values = [value for one in passes if (value := getattr(one, name)) is not None]
-        if values:
+        if len(values) == len(passes):
             facts[metric] = sum(values) / len(values)
     return facts
 

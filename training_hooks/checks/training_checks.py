@@ -13,9 +13,18 @@ from loopscope.tensors import joint_norm, live_gradients, trainable, unsharded
 from torch import Tensor, nn
 
 from ..measures import SeriesBudget, WeightCopy
-from .batch_facts import IGNORED, BatchPart, input_facts, parts_of, target_facts, with_own_targets
+from .batch_facts import (
+    IGNORED,
+    BatchPart,
+    end_facts,
+    input_facts,
+    inside_facts,
+    parts_of,
+    target_facts,
+    with_own_targets,
+)
 from .gradient_counts import LayerWeights, count_gradients
-from .loss_facts import loss_facts, reduces_targets_alike
+from .loss_facts import loss_facts, nonfinite_facts, reduces_targets_alike
 from .module_modes import module_modes
 from .next_tokens import token_facts
 from .seen_rows import SeenRows
@@ -132,19 +141,32 @@ class TrainingChecks(TrainingHook):
         uniform_loss | ln C; reported for a cross-entropy without further terms or scaled logits | [0, ∞)
             | The loss of equal probabilities, which the first losses should be near. Much larger first losses: the
             initialisation of the output layer. A loss that stays there: nothing is learned.
-        frequency_loss | entropy of the batch's targets, plus (K − 1)/2N for K classes in N targets; reported for the
-            same losses without class weights, if N is at least 10·K, on the CPU | [0, ∞)
-            | The loss of predicting the frequencies of the targets. A loss that stays there: nothing is learned from
-            the inputs.
-        target_min | the least target of a regression; reported for mse_loss, smooth_l1_loss and huber_loss on the CPU
-            | (−∞, ∞) | Far below target_low: extreme rows, or a code for missing values, such as −999.
+        target_min | the least target of a regression; reported for mse_loss, smooth_l1_loss and huber_loss on the CPU,
+            and for a binary cross-entropy with targets outside of 0 to 1 | (−∞, ∞)
+            | Far below target_low: extreme rows, or a code for missing values, such as −999.
         target_low | the 10 % quantile of the same targets; of several micro-batches the mean | (−∞, ∞)
             | Far from 0, compared with target_high − target_low: targets are not centred.
         target_high | their 90 % quantile, likewise | (−∞, ∞) | See target_low.
         target_max | the largest of them | (−∞, ∞) | Far above target_high: see target_min.
-        mean_target_loss | mean over outputs of the variance of the batch's targets; reported for mse_loss, averaged,
-            without further terms | [0, ∞) | The loss of always predicting the mean. A loss that stays there: nothing is
-            learned.
+        constant_loss | loss of the best constant prediction, on the batch's targets on the CPU: for mse_loss the mean
+            over outputs of their variance; for a binary cross-entropy that of the entropy of their frequencies; for a
+            cross-entropy without class weights their entropy, plus (K − 1)/2N for K classes in N targets, if N is at
+            least 10·K | [0, ∞) | A term_loss that stays there: nothing is learned from the inputs.
+        term_loss | the mean of the same loss function for the outputs of the model, without the factors and further
+            terms of the loss; reported with constant_loss | [0, ∞) | Above constant_loss: worse than a constant.
+        loss_has_terms | 1 if the loss function is one of several terms of the loss, else 0 | {0, 1}
+            | 1: the loss is no measure of the outputs; term_loss is that of its first term.
+        output_variation | how much the outputs that the loss gets differ between the rows: I / H(t) with the
+            information I = H(mean p) − mean H(p) of rows in the predicted probabilities p and the entropy H(t) of the
+            targets; for numbers, variance of outputs / variance of targets | [0, ∞)
+            | Near 0 at the end: the model gives the same output for all rows, whatever its inputs.
+        reads_targets | 1 if an embedding of the model looks up the very targets of the cross-entropy, else 0 | {0, 1}
+            | 1 although the inputs are others: the model sees what it should predict.
+        nonfinite_target_fraction | share of NaN or infinite targets of a regression or binary cross-entropy, on the
+            CPU; reported for the first loss that is not finite, too | [0, 1]
+            | Above 0: repair the targets, not the model.
+        invalid_target_fraction | share of the targets of a binary cross-entropy outside of 0 to 1 | [0, 1]
+            | Above 0: the loss is no likelihood, and may fall below 0.
         unreachable_target_fraction | share of a regression's targets outside of the range of the model's last
             activation by more than 5 % of their standard deviation; reported for ReLU, softplus, sigmoid, softmax and
             tanh | [0, 1]
@@ -163,6 +185,12 @@ class TrainingChecks(TrainingHook):
             | Changing between batches in which target_top_fraction is near 1: the data is sorted by class.
         ignored_target_fraction | share of targets that the loss ignores, by default those equal to −100 | [0, 1]
             | 1: the loss has no target.
+        ignored_inside_fraction | share of the ignored targets between others of their row, of targets with two
+            dimensions, if one of the classes is ignored | [0, 1]
+            | High: the ignored index is no padding, but a class, which is never learned.
+        ignored_end_fraction | share of the rows whose last token of the attention mask is ignored as a target, though
+            the one before is not; of batches with labels and an attention mask | [0, 1]
+            | Near 1: the token at the end is never learned, as with pad_token = eos_token.
         padding_fraction | share of targets in runs of at least three equal ids at the end of a row, of the id with
             which most rows end, if it hardly occurs elsewhere; of targets with two dimensions, and of tokens without
             separate targets, if the cross-entropy counts all targets alike | [0, 1]
@@ -248,13 +276,17 @@ class TrainingChecks(TrainingHook):
         if self.step_schedule.is_due(ctx.step):
             metrics |= self._check(ctx)
             return metrics
+        self._note_between(ctx)
+        return metrics | nonfinite_facts(ctx.backward_passes)  # of the first loss that is not finite
+
+    def _note_between(self, ctx: RunDataContext) -> None:
+        """Note what a step between two checks shows."""
         if self._without:
             self._note_late_gradients(ctx.model)
         if self._frozen:
             self._note_thawed(ctx.model)
         if ctx.step <= ROWS_UNTIL:
             self._rows.add(parts_of(ctx.batch_data), ctx.epoch)
-        return metrics
 
     def _note_late_gradients(self, model: nn.Module) -> None:
         """Note which parameters without a gradient at the last check have one now, as heads of rare tasks do."""
@@ -344,7 +376,9 @@ class TrainingChecks(TrainingHook):
         if shares and len(shares) == len(passes):  # the targets that the loss really got
             targets["ignored_target_fraction"] = sum(shares) / len(shares)
             targets["target_class_count"] = max(one.target_classes or 0 for one in passes)
-        metrics = input_facts(parts) | targets | self._rows.add(parts, ctx.epoch)
+        if passes and passes[0].class_count > ignored >= 0:
+            targets |= inside_facts(parts, ignored)
+        metrics = input_facts(parts) | targets | end_facts(parts) | self._rows.add(parts, ctx.epoch)
         if "target_class_count" in targets:
             self._batches += 1
             self._single_class_batches += targets["target_class_count"] == 1

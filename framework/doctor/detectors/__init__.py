@@ -10,6 +10,7 @@ from . import (
     modes,
     nonfinite,
     optimizers,
+    outputs,
     parameters,
     precision,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "modes",
     "nonfinite",
     "optimizers",
+    "outputs",
     "parameters",
     "precision",
 ]

@@ -38,6 +38,7 @@ class DeadUnits(Detector):
             "loss-not-falling",
             "no-better-than-mean",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "vanishing-gradients",
             "parameters-without-gradient",
         }

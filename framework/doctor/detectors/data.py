@@ -9,7 +9,7 @@ from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
 from ..levels import CHECKS, FEW_CLASSES, are_tokens, classes_of_batches, falls_short, is_sorted_by_class, median_of
-from .losses import TrainValidationDiverging
+from .losses import TrainValidationDiverging, validation_rises
 
 
 @DetectorRegistry.register
@@ -37,7 +37,8 @@ class RowsRepeated(Detector):
         )
         if not max(within_epoch, within_batch) > self.limit("share") or any(SameBatch().detect(history)):
             return
-        is_harmful = any(TrainValidationDiverging().detect(history))  # random draws repeat rows by design
+        # Random draws repeat rows by design; they harm if the validation loss rises.
+        is_harmful = any(TrainValidationDiverging().detect(history)) or validation_rises(history)
         place, share = ("batch", within_batch) if within_batch > within_epoch else ("epoch", within_epoch)
         yield self.finding(
             "warning" if is_harmful else "info",
@@ -116,6 +117,7 @@ class SortedByClass(Detector):
             "train-validation-diverging",
             "gradient-jump",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
         }
     )
     waits = True
@@ -202,6 +204,7 @@ class InputsNotNormalised(Detector):
             "no-better-than-mean",
             "warm-up-missing",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "learning-rate-too-low",
             "clipping-too-strong",
         }
@@ -237,6 +240,59 @@ class InputsNotNormalised(Detector):
             "Subtract the mean and divide by the standard deviation of the training set.",
             Evidence(f"{CHECKS}/{metric}", value, limit, "mean 0, standard deviation 1"),
             confidence=0.85,
+        )
+
+
+@DetectorRegistry.register
+class InputsDrift(Detector):
+    """Finds inputs whose scale leaves the usual range during the training."""
+
+    name = "inputs-drift"
+    symptom = "The loss falls at first, then validation or training gets worse from epoch to epoch"
+    cause = (
+        "The inputs are normalised again and again: a transform that works in place (sub_, div_, inplace=True) changes "
+        "the stored data, so that each epoch normalises what the last one has normalised. Normalise a copy."
+    )
+    source = "torchvision.transforms.functional.normalize: inplace"
+    applies_to = "floating-point inputs that start in a usual range"
+    thresholds = {
+        "factor": Threshold(
+            10.0, "last over first standard deviation; those of states that an agent reaches grow less"
+        ),
+        "deviation": Threshold(10.0, "see inputs-not-normalised"),
+        "small": Threshold(0.005, "see inputs-not-normalised"),
+    }
+    needs = (CHECKS,)
+    explains = InputsNotNormalised.explains | {
+        "clipping-too-strong",
+        "gradient-jump",
+        "train-validation-diverging",
+        "loss-rising",
+        "activations-grow",
+        "score-contradicts-loss",
+        "massive-activations",
+    }
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the deviation of the last inputs is out of range and far from that of the first."""
+        curve = history.curve(f"{CHECKS}/input_std")
+        if len(curve) < 5 or not 0 < curve.first < math.inf:
+            return
+        first, last = median_of(curve.values[:3]), median_of(curve.values[-3:])
+        grows = first < self.limit("deviation") < last and last > self.limit("factor") * first
+        shrinks = 0 < last < self.limit("small") < first and last * self.limit("factor") < first
+        if not (grows or shrinks):
+            return
+        is_out = curve.values > self.limit("deviation") if grows else curve.values < self.limit("small")
+        yield self.finding(
+            "warning",
+            curve.first_step_where(is_out) or 1,
+            f"The standard deviation of the inputs goes from {first:.3g} to {last:.3g} during the training: the data "
+            "are changed again and again.",
+            "Look for transforms that work in place, such as sub_, div_ or inplace=True, on data that stay in memory; "
+            "normalise a copy.",
+            Evidence(f"{CHECKS}/input_std", last, self.limit("deviation" if grows else "small"), f"about {first:.3g}"),
+            confidence=0.9,
         )
 
 
@@ -325,9 +381,11 @@ class InputsConstant(Detector):
     explains = frozenset(
         {
             "dead-units",
+            "gradients-all-zero",
             "parameters-without-gradient",
             "vanishing-gradients",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "loss-not-falling",
             "no-better-than-mean",
             "learning-rate-too-low",
@@ -384,6 +442,53 @@ class PaddingInLoss(Detector):
 
 
 @DetectorRegistry.register
+class ClassIgnored(Detector):
+    """Finds a class or a token that the loss leaves out together with the padding."""
+
+    name = "class-never-a-target"
+    symptom = "One class is never predicted, or generated text does not end"
+    cause = (
+        "The number that marks padding is also a class or a token of its own, and the loss ignores it everywhere: "
+        "ignore_index equals a class, or pad_token equals eos_token. Give padding a number of its own, such as -100."
+    )
+    source = "torch.nn.CrossEntropyLoss: ignore_index; transformers' DataCollatorForLanguageModeling masks pad tokens"
+    applies_to = "rows of integer targets with padding, on the CPU"
+    thresholds = {
+        "inside": Threshold(0.1, "of the ignored targets; padding is at the ends of rows"),
+        "masked": Threshold(0.8, "of all targets; masked language models ignore more on purpose"),
+        "ends": Threshold(0.5, "of the rows; texts that are cut off have no end"),
+    }
+    needs = (CHECKS,)
+    explains = frozenset({"score-contradicts-loss", "padding-in-loss"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if ignored classes are within rows, or the last tokens of rows are ignored."""
+        inside = history.curve(f"{CHECKS}/ignored_inside_fraction")
+        ends = history.curve(f"{CHECKS}/ignored_end_fraction")
+        ignored = median_of(history.curve(f"{CHECKS}/ignored_target_fraction").values)
+        if (share := median_of(inside.values)) > self.limit("inside") and ignored < self.limit("masked"):
+            yield self.finding(
+                "warning",
+                inside.first_step,
+                f"The loss ignores one of its classes, {ignored:.0%} of the targets, and {share:.0%} of these are not "
+                "padding at the end of a row but between other targets: this class is never learned.",
+                "Set the targets of padding to -100 and leave ignore_index at its default.",
+                Evidence(f"{CHECKS}/ignored_inside_fraction", share, self.limit("inside"), "0"),
+                confidence=0.8,
+            )
+        elif (share := median_of(ends.values)) > self.limit("ends"):
+            yield self.finding(
+                "warning",
+                ends.first_step,
+                f"In {share:.0%} of the rows the last token within the attention mask is ignored by the loss, so that "
+                "the model never learns to end a text: padding and end of text are probably the same token.",
+                "Use another token for padding than eos_token, or set labels to -100 only where attention_mask is 0.",
+                Evidence(f"{CHECKS}/ignored_end_fraction", share, self.limit("ends"), "0"),
+                confidence=0.75,
+            )
+
+
+@DetectorRegistry.register
 class TargetsIgnored(Detector):
     """Finds batches in which nearly all targets are ignored."""
 
@@ -394,7 +499,9 @@ class TargetsIgnored(Detector):
     applies_to = "integer targets"
     thresholds = {"share": Threshold(0.98, "masked language models ignore 85 %, long prompts up to 95 %")}
     needs = (CHECKS,)
-    explains = frozenset({"nonfinite", "loss-not-falling", "parameters-without-gradient", "data-sorted-by-class"})
+    explains = frozenset(
+        {"gradients-all-zero", "nonfinite", "loss-not-falling", "parameters-without-gradient", "data-sorted-by-class"}
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the share of ignored targets is near 1, or if those left are all the same."""

@@ -60,6 +60,7 @@ class WithoutGradient(Detector):
             "loss-not-falling",
             "no-better-than-mean",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "vanishing-gradients",
             "loss-rising",
             "optimizer-without-effect",
@@ -77,6 +78,9 @@ class WithoutGradient(Detector):
         is_early = never.last_step < self.limit("patience")
         if is_early and not at_once:
             return
+        norms = gradient_norms(history)
+        if norms.last == 0 and not norms.values.any() and not missing.values.any():
+            return  # all gradients exist and are 0, see gradients-all-zero
         names = never_trained(history)
         if are_experts(names):  # see router-collapse
             return
@@ -86,13 +90,23 @@ class WithoutGradient(Detector):
             return  # the optimizer steps within the backward pass, and clears the gradients there
         # An output's bias cancels in losses that use only differences of outputs, as for pairs and Wasserstein critics.
         is_bias = len(names) == count == 1 and names[0].endswith("bias") and missing.last == 0
+        if missing.last == 0:
+            problem = "have a gradient of exactly 0 in all checked steps"
+            remedy = (
+                "Look for what makes these gradients 0: a factor that is 0, units that are dead or saturated for all "
+                "rows, or a loss that is already at its lowest value."
+            )
+        else:
+            problem = "get no gradient"
+            remedy = (
+                "Look for detach(), .data, .item() or torch.no_grad() between these layers and the loss, and for "
+                "layers whose output is not used."
+            )
         yield self.finding(
             "info" if is_bias else "critical" if share > 0.5 else "warning",
             1,
-            f"{count} of {trainable} trainable parameters get no gradient, so they are not trained: "
-            f"{_named(names, count)}.",
-            "Look for detach(), .data, .item() or torch.no_grad() between these layers and the loss, and for layers "
-            "whose output is not used.",
+            f"{count} of {trainable} trainable parameters {problem}, so they are not trained: {_named(names, count)}.",
+            remedy,
             Evidence("training_checks/never_gradient_count", count, 0, "0"),
             confidence=0.95 if share > 0.1 else 0.8,
         )
@@ -120,7 +134,7 @@ class LayersStopLearning(Detector):
         "lasting": Threshold(50, "steps to the end; two networks that are trained in turn are frozen for less"),
     }
     needs = ("training_checks",)
-    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform"})
+    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "outputs-ignore-inputs"})
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -242,6 +256,7 @@ class OptimizerNotStepped(Detector):
             "loss-not-falling",
             "no-better-than-mean",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "gradients-not-zeroed",
             "exploding-gradients",
         }
@@ -282,13 +297,14 @@ class OptimizerNotStepped(Detector):
 
 @DetectorRegistry.register
 class GradientsAllZero(Detector):
-    """Finds a training in which no parameter has a gradient any more."""
+    """Finds a training in which no parameter has a gradient, from the start or from some step on."""
 
     name = "gradients-all-zero"
-    symptom = "The loss stops at a value and stays there exactly"
+    symptom = "The loss stops at a value and stays there exactly, or is 0 from the start"
     cause = (
-        "All gradients are exactly 0 although the loss is not: the outputs have collapsed to a constant, as under a "
-        "loss with a margin, all units are dead, or the loss no longer depends on the parameters."
+        "All gradients are exactly 0. At a loss of 0 from the start nothing can be learned: a margin that no row "
+        "violates, a CTC loss with fewer frames than labels, or rewards that are all equal. At another loss the "
+        "outputs have collapsed to a constant, all units are dead, or the loss no longer depends on the parameters."
     )
     source = "Hermans et al., arXiv 1703.07737, on the collapse of triplet losses at the margin"
     thresholds = {"steps": Threshold(10, "in a row and up to now; single batches may have no error")}
@@ -301,29 +317,39 @@ class GradientsAllZero(Detector):
             "layers-stop-learning",
             "vanishing-gradients",
             "optimizer-without-effect",
+            "parameters-without-gradient",
         }
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the gradient was above 0 and has been 0 for several steps, at a loss that is not 0."""
-        norms = gradient_norms(history)
+        """Return a finding if the gradient has been 0 for several steps, unless the loss has been learned to be 0."""
+        norms, loss = gradient_norms(history), history.loss
         trained = np.flatnonzero(norms.values != 0)
-        if not len(trained) or history.loss.last == 0:
+        since = int(trained[-1]) + 1 if len(trained) else 0
+        if len(norms) - since < self.limit("steps") or (since and loss.last == 0):
             return
-        since = int(trained[-1]) + 1
-        if len(norms) - since < self.limit("steps"):
-            return
+        if not since and history.curve(f"{CHECKS}/without_gradient_count").values.any():
+            return  # see parameters-without-gradient
         step = int(norms.steps[since])
-        yield self.finding(
-            "critical",
-            step,
-            f"All gradients have been exactly 0 since step {step:,}, at a loss of {history.loss.last:.4g}: the model "
-            "no longer learns.",
-            "Print the outputs of a few rows: are they equal? Then lower the learning rate, or change what lets them "
-            "collapse, such as a margin or a missing negative term.",
-            Evidence(f"{CHECKS}/grad_norm", 0.0, None, "above 0"),
-            confidence=0.9,
-        )
+        if not since and not loss.values.any():
+            why = (
+                f"The loss and all gradients are exactly 0 at all {len(norms):,} steps, so nothing is learned: its "
+                "condition is met by every row, or no row takes part in it."
+            )
+            remedy = (
+                "Print the terms of the loss for one batch: a margin that is already met, sequences that are longer "
+                "than their frames (CTC with zero_infinity), a mask of zeros, or rewards that are all equal."
+            )
+        else:
+            when = f"since step {step:,}" if since else "from the first step on"
+            learns = "no longer learns" if since else "learns nothing"
+            why = f"All gradients have been exactly 0 {when}, at a loss of {loss.last:.4g}: the model {learns}."
+            remedy = (
+                "Print the outputs of a few rows: are they equal? Then lower the learning rate, or change what lets "
+                "them collapse, such as a margin or a missing negative term."
+            )
+        evidence = Evidence(f"{CHECKS}/grad_norm", 0.0, None, "above 0")
+        yield self.finding("critical", step, why, remedy, evidence, confidence=0.9)
 
 
 @DetectorRegistry.register
@@ -346,6 +372,7 @@ class GradientsZeroedTooEarly(Detector):
             "loss-not-falling",
             "no-better-than-mean",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "clipping-too-strong",
             "weight-decay-too-large",
         }
@@ -396,7 +423,7 @@ class VanishingGradients(Detector):
         "count": Threshold(2, "a single parameter may have no effect by design"),
     }
     needs = ("parameter_norms",)
-    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform"})
+    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "outputs-ignore-inputs"})
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -460,6 +487,7 @@ class ExplodingGradients(Detector):
             "loss-rising",
             "learning-rate-too-high",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "dead-units",
         }
     )

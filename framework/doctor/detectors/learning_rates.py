@@ -79,9 +79,11 @@ class LearningRateTooHigh(Detector):
             "no-better-than-mean",
             "dead-units",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "gradient-jump",
             "activations-grow",
             "vanishing-gradients",
+            "gradients-all-zero",
             "parameters-without-gradient",
             "train-validation-diverging",
             "warm-up-missing",
@@ -221,7 +223,15 @@ class LearningRateTooLow(Detector):
         "clipped": Threshold(0.1, "of the gradient norm that is left; then clipping is the cause"),
     }
     needs = ("training_checks", "parameter_norms")
-    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "rounded-updates"})
+    explains = frozenset(
+        {
+            "loss-not-falling",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+            "outputs-ignore-inputs",
+            "rounded-updates",
+        }
+    )
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -299,6 +309,7 @@ class WarmUpTooLong(Detector):
             "loss-not-falling",
             "no-better-than-mean",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "learning-rate-too-low",
             "learning-rate-zero",
         }
@@ -348,6 +359,7 @@ class LearningRateZero(Detector):
             "loss-not-falling",
             "no-better-than-mean",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "learning-rate-too-low",
             "optimizer-without-effect",
         }
@@ -553,6 +565,7 @@ class LearningRateJump(Detector):
             "loss-not-falling",
             "no-better-than-mean",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
         }
     )
     yields_to_learning = True

@@ -1,7 +1,6 @@
 """Detectors of the loss: its formula, its start, its course, and its validation."""
 
 import math
-import re
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -51,7 +50,15 @@ class DoublyNormalised(LossGraphDetector):
         "the logits from the model."
     )
     source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
-    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "vanishing-gradients", "learning-rate-too-low"})
+    explains = frozenset(
+        {
+            "loss-not-falling",
+            "no-better-than-uniform",
+            "outputs-ignore-inputs",
+            "vanishing-gradients",
+            "learning-rate-too-low",
+        }
+    )
     metric = "doubly_normalised"
     why = (
         "The model's output passes through a softmax or sigmoid, and the loss applies another one, so that its "
@@ -107,7 +114,9 @@ class OneClass(Detector):
     source = "torch.nn.CrossEntropyLoss: an input of shape (N, C) with the logits of C classes"
     applies_to = "cross-entropy"
     needs = (CHECKS,)
-    explains = frozenset({"parameters-without-gradient", "dead-units", "loss-not-falling", "vanishing-gradients"})
+    explains = frozenset(
+        {"gradients-all-zero", "parameters-without-gradient", "dead-units", "loss-not-falling", "vanishing-gradients"}
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the loss has one class."""
@@ -144,6 +153,7 @@ class LossBroadcast(LossGraphDetector):
             "vanishing-gradients",
             "learning-rate-too-low",
             "initial-loss-high",
+            "gradients-all-zero",
             "parameters-without-gradient",
         }
     )
@@ -200,7 +210,7 @@ class TargetsShiftedWrongly(Detector):
     source = "causal models of transformers shift labels inside of the model; a custom loss must do it itself"
     applies_to = "models with causal attention and a cross-entropy over tokens, on the CPU"
     needs = (CHECKS,)
-    explains = frozenset({"no-better-than-uniform", "loss-not-falling"})
+    explains = frozenset({"no-better-than-uniform", "outputs-ignore-inputs", "loss-not-falling"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the shift is 0 or 2 at every checked step, and attention is masked."""
@@ -230,6 +240,35 @@ class TargetsShiftedWrongly(Detector):
 
 
 @DetectorRegistry.register
+class TargetsAreInputs(LossGraphDetector):
+    """Finds a model that gets the targets of its loss as inputs."""
+
+    name = "targets-are-inputs"
+    symptom = "The loss falls to 0, but what the model generates is wrong"
+    cause = (
+        "An embedding of the model looks up the very targets that it should predict: a decoder gets the target "
+        "sequence without a start token, so that each position sees its own answer. Shift its inputs by one position."
+    )
+    source = "Sutskever et al., arXiv 1409.3215: the decoder gets the tokens before the one that it predicts"
+    applies_to = "cross-entropies over tokens whose inputs are others, on the CPU"
+    explains = frozenset(
+        {
+            "score-contradicts-loss",
+            "train-validation-diverging",
+            "causal-mask-missing",
+            "validation-better-than-training",
+        }
+    )
+    metric = "reads_targets"
+    why = (
+        "An embedding of the model looks up the targets of the loss themselves, position by position: the model sees "
+        "what it should predict, which it will not see when it generates."
+    )
+    remedy = "Shift the decoder's inputs: torch.cat([start, targets[:, :-1]], dim=1), and compare with targets."
+    confidence = 0.9
+
+
+@DetectorRegistry.register
 class LogitsRectified(LossGraphDetector):
     """Finds a ReLU at the end of a classifier."""
 
@@ -241,7 +280,16 @@ class LogitsRectified(LossGraphDetector):
     )
     source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
     applies_to = "cross-entropies, and binary ones with logits"
-    explains = frozenset({"dead-units", "loss-not-falling", "no-better-than-uniform", "parameters-without-gradient"})
+    explains = frozenset(
+        {
+            "dead-units",
+            "gradients-all-zero",
+            "loss-not-falling",
+            "no-better-than-uniform",
+            "outputs-ignore-inputs",
+            "parameters-without-gradient",
+        }
+    )
     metric = "logits_rectified"
     severity = "warning"
     why = "The model ends with a ReLU: no logit can be negative, and a class whose logit is 0 gets no gradient."
@@ -301,22 +349,56 @@ class TargetsOutOfReach(Detector):
 
 @DetectorRegistry.register
 class TargetsNotProbabilities(Detector):
-    """Finds a cross-entropy of numbers that are not probabilities, such as several labels of a row."""
+    """Finds a cross-entropy of numbers that are not probabilities, such as several labels of a row, or masks of 255."""
 
     name = "targets-not-probabilities"
-    symptom = "A classifier of several labels is worse than it should be"
+    symptom = "The loss of a classifier is negative, or worse than it should be with several labels"
     cause = (
         "cross_entropy takes probabilities that add up to 1, but the targets of a row add up to another number: rows "
-        "with several labels need binary_cross_entropy_with_logits, which asks for each class alone."
+        "with several labels need binary_cross_entropy_with_logits, which asks for each class alone. A binary "
+        "cross-entropy takes targets from 0 to 1, but they go beyond, such as masks of 0 and 255: divide them."
     )
-    source = "torch.nn.CrossEntropyLoss: targets as probabilities for each class"
+    source = "torch.nn.CrossEntropyLoss and BCEWithLogitsLoss: targets are probabilities"
     applies_to = "cross-entropies of targets that are numbers, on the CPU"
-    thresholds = {"deviation": Threshold(0.1, "of the mean sum from 1; rounding and smoothing stay below")}
+    thresholds = {
+        "deviation": Threshold(0.1, "of the mean sum from 1; rounding and smoothing stay below"),
+        "beyond": Threshold(0.001, "of the targets outside of 0 to 1; rounding reaches none that count"),
+    }
     needs = (CHECKS,)
-    explains = frozenset({"initial-loss-high", "loss-not-falling", "no-better-than-uniform"})
+    explains = frozenset(
+        {
+            "initial-loss-high",
+            "loss-not-falling",
+            "no-better-than-uniform",
+            "outputs-ignore-inputs",
+            "no-better-than-mean",
+            "loss-unbounded",
+            "loss-rising",
+            "dead-units",
+            "exploding-gradients",
+            "activations-grow",
+            "targets-extreme",
+            "learning-rate-too-high",
+            "train-validation-diverging",
+        }
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the targets of a row do not add up to 1."""
+        """Return a finding if the targets of a row do not add up to 1, or if some are outside of 0 to 1."""
+        invalid = history.curve(f"{CHECKS}/invalid_target_fraction")
+        share = median_of(invalid.values)
+        if share > self.limit("beyond"):
+            lowest, highest = (history.curve(f"{CHECKS}/target_{name}").values for name in ("min", "max"))
+            yield self.finding(
+                "critical",
+                invalid.first_step,
+                f"The binary cross-entropy gets targets from {np.min(lowest):.3g} to {np.max(highest):.3g}: "
+                f"{share:.0%} are outside of 0 to 1, where it has no lower bound and drives the outputs to infinity.",
+                "Bring the targets to 0 and 1, such as mask / 255 or (mask > 0).float(), or use a loss for numbers.",
+                Evidence(f"{CHECKS}/invalid_target_fraction", share, self.limit("beyond"), "0"),
+                confidence=0.97,
+            )
+            return
         curve = history.curve(f"{CHECKS}/soft_target_sum")
         total = median_of(curve.values)
         if not abs(total - 1) > self.limit("deviation"):
@@ -345,7 +427,7 @@ class NormalisedOverRows(LossGraphDetector):
     )
     source = "torch.nn.functional.log_softmax: dim"
     applies_to = "cross-entropies over a matrix of logits that is not square"
-    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "initial-loss-high"})
+    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "outputs-ignore-inputs", "initial-loss-high"})
     metric = "normalised_over_rows"
     why = (
         "The log-softmax of the loss runs over the rows of the batch and not over the classes, so that the rows "
@@ -605,6 +687,7 @@ class LossRising(Detector):
             "learning-rate-too-high",
             "train-validation-diverging",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "dead-units",
             "gradient-jump",
             "initial-loss-high",
@@ -745,10 +828,11 @@ class NoBetterThanFrequencies(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last checked losses are those of predicting the frequencies of their batches."""
-        ratio, entropy = _compared(history, "frequency_loss", int(self.limit("steps")), int(self.limit("checks")))
+        if not history.last(f"{CHECKS}/class_count") > 1:
+            return
+        ratio, last, entropy = compared(history, int(self.limit("steps")), int(self.limit("checks")))
         if not self.limit("share") < ratio < 1.1 or entropy > self.limit("even") * uniform_loss(history):
             return
-        last = end_level(history.loss)
         yield self.finding(
             "warning",
             int(self.limit("steps")),
@@ -757,31 +841,32 @@ class NoBetterThanFrequencies(Detector):
             "finding explains it, the targets may not belong to their inputs.",
             "Print a few rows with their targets; check that view, reshape and flatten keep outputs and targets in the "
             "same order; try to overfit a single batch, which must bring the loss near 0.",
-            Evidence(f"{CHECKS}/loss", last, self.limit("share") * entropy, f"far below {entropy:.3g}"),
+            Evidence(f"{CHECKS}/term_loss", last, self.limit("share") * entropy, f"far below {entropy:.3g}"),
             confidence=0.5,
         )
 
 
-def _compared(history: History, metric: str, steps: int, checks: int) -> tuple[float, float]:
-    """Return the loss relative to that of a constant prediction, on the last checked batches, and the latter.
+def compared(history: History, steps: int = 200, checks: int = 3) -> tuple[float, float, float]:
+    """Return the ratio of the loss of the outputs and of the best constant, on the last checked batches, and both.
 
-    Both are NaN before ``steps``.
+    All are NaN before ``steps``.
 
     Args:
         history: the record.
-        metric: the metric of ``training_checks`` with the loss of the constant prediction.
         steps: the first step at which the result counts, later for a training that is planned to be long.
         checks: the number of batches of which the result is the median.
     """
-    loss, baseline = history.loss, history.curve(f"{CHECKS}/{metric}")
+    of_outputs, of_constant = (history.curve(f"{CHECKS}/{name}") for name in ("term_loss", "constant_loss"))
+    last_step = history.loss.last_step
     patience = 0 if history.is_over else 0.2 * (history.planned_steps or 1500)
-    if loss.last_step < max(steps, patience) or is_warming_up(history):
-        return math.nan, math.nan
-    is_late = (baseline.steps > 0.25 * loss.last_step) & (baseline.values > 0)
+    if last_step < max(steps, patience) or is_warming_up(history) or len(of_outputs) != len(of_constant):
+        return math.nan, math.nan, math.nan
+    is_late = (of_constant.steps > 0.25 * last_step) & (of_constant.values > 0)
+    losses, constants = of_outputs.values[is_late], of_constant.values[is_late]
+    if len(constants) < checks:
+        return math.nan, math.nan, math.nan
     # Of the same batches, so that the differences between them cancel.
-    ratios = np.array([loss.at(int(step)) for step in baseline.steps[is_late]]) / baseline.values[is_late]
-    level = median_of(baseline.values[is_late])
-    return (median_of(ratios[-checks:]), level) if len(ratios) >= checks else (math.nan, level)
+    return median_of((losses / constants)[-checks:]), median_of(losses[-checks:]), median_of(constants)
 
 
 NEAR_MEAN = 2.0
@@ -799,8 +884,8 @@ class NoBetterThanMean(Detector):
         "do not belong to their inputs (shuffled, or noise drawn again), inputs without information, or a cause that "
         "another finding names."
     )
-    source = "the mean squared error of the mean is the variance"
-    applies_to = "mse_loss without further terms, on the CPU, after 200 steps"
+    source = "the mean squared error of the mean is the variance; the binary cross-entropy of frequencies their entropy"
+    applies_to = "mse_loss and binary cross-entropies without further terms, on the CPU, after 200 steps"
     thresholds = {
         "share": Threshold(0.97, "of the variance of the same batch; targets that inputs explain by less are rare"),
         "worse": Threshold(5.0, "times the variance; critics, whose targets move, can be above it for a while"),
@@ -813,13 +898,16 @@ class NoBetterThanMean(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last checked losses are those of predicting the mean of their batches."""
-        ratio, variance = _compared(history, "mean_target_loss", int(self.limit("steps")), int(self.limit("checks")))
+        ratio, last, variance = compared(history, int(self.limit("steps")), int(self.limit("checks")))
+        is_term = history.last(f"{CHECKS}/loss_has_terms") > 0
+        if is_term or history.last(f"{CHECKS}/class_count") > 0:
+            return
         if not (self.limit("share") < ratio < NEAR_MEAN or ratio > self.limit("worse")):
             return
-        loss, last = history.loss, end_level(history.loss)
+        loss = history.curve(f"{CHECKS}/term_loss")
         losses = (
-            f"{loss.last_step:,} steps the loss is {last:.3g}, and always predicting the mean of the targets gives "
-            f"{variance:.3g}"
+            f"{history.loss.last_step:,} steps the loss is {last:.3g}, and always predicting the mean of the "
+            f"targets gives {variance:.3g}"
         )
         if ratio < NEAR_MEAN:
             why = (
@@ -847,7 +935,7 @@ class NoBetterThanMean(Detector):
             int(self.limit("steps")),
             why,
             remedy,
-            Evidence(f"{CHECKS}/loss", last, self.limit("share") * variance, f"far below {variance:.3g}"),
+            Evidence(f"{CHECKS}/term_loss", last, self.limit("share") * variance, f"far below {variance:.3g}"),
             confidence=0.5 if ratio < NEAR_MEAN else 0.7,
         )
 
@@ -869,7 +957,15 @@ class LossConstant(Detector):
         "steps": Threshold(50, "steps"),
     }
     needs = (CHECKS,)
-    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "no-better-than-mean", "clipping-too-strong"})
+    explains = frozenset(
+        {
+            "loss-not-falling",
+            "no-better-than-uniform",
+            "outputs-ignore-inputs",
+            "no-better-than-mean",
+            "clipping-too-strong",
+        }
+    )
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -1012,54 +1108,6 @@ class LossUnbounded(Detector):
         )
 
 
-SCORES = frozenset({"acc", "accuracy", "f1", "iou", "miou", "dice", "recall", "precision", "bleu", "jaccard"})
-"""Names of scores between 0 and 1 of which higher is better."""
-
-
-@DetectorRegistry.register
-class ScoreStaysZero(Detector):
-    """Finds a score that is exactly 0 in every evaluation although the loss falls."""
-
-    name = "score-stays-zero"
-    symptom = "The loss falls, but a score is 0 in every evaluation"
-    cause = (
-        "The model predicts only the most frequent class, such as the background, whose rows dominate the loss, or the "
-        "score compares something else than predictions and targets. Weight the classes, use a loss such as Dice or "
-        "focal, and check the score on a batch by hand."
-    )
-    source = "Lin et al., arXiv 1708.02002, focal loss for frequent backgrounds"
-    applies_to = "evaluations with a score such as iou, dice, f1, recall or accuracy in its name"
-    thresholds = {
-        "evaluations": Threshold(5, "scores of hard tasks are 0 in the first ones"),
-        "fall": Threshold(0.5, "of the first loss"),
-    }
-    needs = ("training_metrics",)
-    waits = True
-
-    def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if a named score was 0 in all evaluations."""
-        if not loss_fall(history) > self.limit("fall"):
-            return
-        for metric, curve in history.curves.items():
-            hook, _, name = metric.partition("/")
-            is_score = bool(SCORES & {*re.split(r"[/_\W]+", name.lower())})
-            enough = len(curve) >= self.limit("evaluations")
-            if hook != "training_metrics" or not is_score or not enough or curve.values.any():
-                continue
-            shown = name.removeprefix("evaluation/")
-            yield self.finding(
-                "warning",
-                curve.first_step,
-                f"Suspicious: {shown} is 0 in all {len(curve)} evaluations, although the loss falls to "
-                f"{end_level(history.loss):.3g}: the model may predict only the most frequent class.",
-                "Print predictions and targets of a batch; weight rare classes, or use a Dice or focal loss.",
-                Evidence(metric, 0.0, None, "above 0"),
-                Evidence(f"{CHECKS}/loss", end_level(history.loss)),
-                confidence=0.7,
-            )
-            return
-
-
 def validation_loss(history: History) -> tuple[str, Curve]:
     """Return the name and the curve of a validation loss; an empty curve if there is none."""
     prefix = "training_metrics/evaluation/"
@@ -1070,6 +1118,18 @@ def validation_loss(history: History) -> tuple[str, Curve]:
     preferred = [name for name in names if any(word in name for word in ("val", "eval", "test", "valid"))]
     name = next(iter(preferred or names), "")
     return name, history.curve(name)
+
+
+NEW_ROWS = 0.05
+"""Share of the rows of a batch that may have been seen in the epoch before."""
+
+
+def validation_rises(history: History) -> bool:
+    """Return whether the last validation losses are above the lowest one by more than they scatter."""
+    values = validation_loss(history)[1].values
+    best = int(np.argmin(values)) if len(values) else 0
+    later = values[best + 1 :]
+    return len(later) >= 2 and bool(np.all(later[-3:] > 1.02 * values[best])) and later[-1] >= later[0]
 
 
 @DetectorRegistry.register
@@ -1089,6 +1149,8 @@ class TrainValidationDiverging(Detector):
         "rise": Threshold(1.3, "validation loss over its minimum; noise and mild overfitting stay below"),
         "memorised_rise": Threshold(1.15, "the same limit if the training loss is below 2 % of the validation loss"),
         "unlike": Threshold(2.0, "best validation loss over the first training loss; overfitting starts below that"),
+        "at_once": Threshold(2.0, "validation over training loss after one epoch, in which no row was seen twice"),
+        "apart": Threshold(0.1, "of the first training loss; the least such difference that counts"),
         "gain": Threshold(0.02, "rise of the validation accuracy since the best validation loss; noise is below"),
         "gap": Threshold(0.25, "train accuracy minus validation accuracy once the training set is learned"),
         "chance": Threshold(0.97, "of ln(C), which every validation loss exceeds if labels belong to no input"),
@@ -1111,6 +1173,7 @@ class TrainValidationDiverging(Detector):
         name, validation = validation_loss(history)
         found = (
             self._unchanged(history, name, validation)
+            or self._apart_at_once(history, name, validation)
             or self._rising(history, name, validation)
             or self._like_chance(history, name, validation)
             or self._unmoved(history, name, validation)
@@ -1134,6 +1197,31 @@ class TrainValidationDiverging(Detector):
             "Evaluate the trained model itself; update averaged weights or a copy before you evaluate them.",
             Evidence(name, validation.last, None, "changes with the weights"),
             confidence=0.9,
+        )
+
+    def _apart_at_once(self, history: History, name: str, validation: Curve) -> Finding | None:
+        """Return a finding if validation losses are far above those of training rows that were not seen before."""
+        if len(validation) < 2 or not 0 < validation.first_step <= history.first_epoch_end:
+            return None
+        repeated = history.curve(f"{CHECKS}/repeated_row_fraction")
+        seen = repeated.values[repeated.steps <= validation.first_step]
+        if not len(seen) or float(np.max(seen)) > NEW_ROWS:
+            return None
+        loss = history.loss
+        levels = [median_of(loss.between(int(step - max(5, step // 5)), int(step))) for step in validation.steps]
+        trained, ratios = np.array(levels), validation.values / np.array(levels)
+        gap = self.limit("apart") * start_level(loss)
+        # Later losses may be apart because the model memorises; those of the first epoch may not.
+        if not (trained.min() > 0 and ratios.min() > self.limit("at_once") and validation.first - trained[0] > gap > 0):
+            return None
+        return self._suspicious(
+            validation.first_step,
+            f"the validation loss is {validation.first:.3g} after the first epoch already, where the training loss of "
+            f"rows that were never seen before is {trained[0]:.3g}: no model can have memorised them yet, so the "
+            "validation data differ, or are prepared differently.",
+            "Compare a batch of both: normalisation, preprocessing, labels, and the formula of the loss.",
+            Evidence(name, validation.first, self.limit("at_once") * float(trained[0]), f"about {trained[0]:.3g}"),
+            confidence=0.8,
         )
 
     def _rising(self, history: History, name: str, validation: Curve) -> Finding | None:
@@ -1257,8 +1345,8 @@ class TrainValidationDiverging(Detector):
         is_rising = accuracy.last > accuracy.at(recent) + self.limit("gain")
         return is_rising or history.last("training_metrics/train_acc") - accuracy.last < self.limit("gap")
 
-    def _suspicious(self, step: int, why: str, remedy: str, *evidence: Evidence) -> Finding:
-        return self.finding("warning", step, f"Suspicious: {why}", remedy, *evidence, confidence=0.6)
+    def _suspicious(self, step: int, why: str, remedy: str, *evidence: Evidence, confidence: float = 0.6) -> Finding:
+        return self.finding("warning", step, f"Suspicious: {why}", remedy, *evidence, confidence=confidence)
 
     def _memorises(self, step: int, why: str, *evidence: Evidence) -> Finding:
         remedy = "Stop at the best validation loss, or add data, weight decay or dropout."

@@ -3,11 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+import numpy as np
+
 from ...errors import counted
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from ..levels import CHECKS
+from ..levels import CHECKS, median_of
 from .parameters import names_text
 
 UNNORMALISED = frozenset(
@@ -17,6 +19,7 @@ UNNORMALISED = frozenset(
         "activations-grow",
         "exploding-gradients",
         "no-better-than-uniform",
+        "outputs-ignore-inputs",
         "loss-not-falling",
         "nonfinite",
         "warm-up-missing",
@@ -112,6 +115,63 @@ class BatchNormFrozen(Detector):
 
 
 @DetectorRegistry.register
+class RunningStatisticsUnlike(Detector):
+    """Finds batch normalisations whose running statistics are those of the last batch only."""
+
+    name = "batchnorm-momentum"
+    symptom = "The loss in eval mode is far worse than in train mode, also on the training data"
+    cause = (
+        "Running statistics of batch normalisation follow the last batches instead of averaging: momentum is the "
+        "weight of the new batch in torch, 0.1 by default, and of the old value in Keras, 0.99. With small batches "
+        "eval mode then normalises by noise."
+    )
+    source = "torch.nn.BatchNorm1d: momentum, different from the one used in optimizers"
+    applies_to = "models with batch normalisation"
+    thresholds = {
+        "momentum": Threshold(0.5, "half of the statistics is the last batch; usual are 0.01 to 0.1"),
+        "ratio": Threshold(2.0, "loss of the training data in eval mode over that in train mode"),
+    }
+    explains = frozenset({"train-validation-diverging", "validation-better-than-training", "score-contradicts-loss"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding for a large momentum, or for a training loss that is far higher in eval mode."""
+        momentum = history.facts.get("largest_batchnorm_momentum") or 0.0
+        if momentum > self.limit("momentum"):
+            yield self.finding(
+                "warning",
+                0,
+                f"A batch normalisation has momentum {momentum:g}: its running statistics are those of the last "
+                f"{'batch' if momentum > 0.7 else 'two batches'}, so that the model in eval mode differs from the one "
+                "that was trained.",
+                "Use momentum=0.1 or less; it is 1 − the momentum of Keras.",
+                Evidence("facts/largest_batchnorm_momentum", momentum, self.limit("momentum"), "0.01 to 0.1"),
+                confidence=0.85,
+            )
+            return
+        if not history.facts.get("batchnorms"):
+            return
+        prefix = "training_metrics/evaluation/"
+        for name, curve in history.curves.items():
+            words = name.removeprefix(prefix)
+            if not name.startswith(prefix) or "train" not in words or "loss" not in words or len(curve) < 3:
+                continue
+            levels = [median_of(history.loss.between(int(step) - 20, int(step))) for step in curve.steps[-3:]]
+            ratio = median_of(curve.values[-3:] / np.array(levels))
+            if ratio > self.limit("ratio") and min(levels) > 0:
+                yield self.finding(
+                    "warning",
+                    int(curve.steps[-3]),
+                    f"The loss of the training data is {curve.last:.3g} in eval mode and {levels[-1]:.3g} in train "
+                    "mode: the running statistics of batch normalisation do not fit the data.",
+                    "Use larger batches, a smaller momentum, or GroupNorm; do not reuse a layer for data of different "
+                    "kinds.",
+                    Evidence(name, curve.last, self.limit("ratio") * levels[-1], f"about {levels[-1]:.3g}"),
+                    confidence=0.7,
+                )
+                return
+
+
+@DetectorRegistry.register
 class DropoutTooStrong(Detector):
     """Finds dropout that leaves hardly anything of its inputs."""
 
@@ -129,6 +189,7 @@ class DropoutTooStrong(Detector):
             "loss-not-falling",
             "no-better-than-mean",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "dead-units",
             "learning-rate-too-low",
             "learning-rate-too-high",

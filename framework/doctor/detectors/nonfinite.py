@@ -26,6 +26,7 @@ CONSEQUENCES = frozenset(
         "gradient-jump",
         "activations-grow",
         "no-better-than-uniform",
+        "outputs-ignore-inputs",
         "rounded-updates",
     }
 )
@@ -50,27 +51,56 @@ class NonFinite(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the alert of first_nonfinite, or from a non-finite loss or weight."""
         alerts = history.alerts_of("first_nonfinite")
-        if alerts:
+        targets = history.curve("training_checks/nonfinite_target_fraction")
+        bad_step, first_step = targets.first_step_where(targets.values > 0), _first_step(history)
+        if bad_step is not None and (first_step is None or bad_step <= first_step):
+            share = targets.at(bad_step)
+            yield self.finding(
+                "critical",
+                bad_step,
+                f"{share:.1%} of the targets of the loss of step {bad_step:,} are NaN or infinite, so that the loss "
+                "is, too.",
+                "Look at what computes the targets: a logarithm or root of a negative number, a division by 0, or "
+                "invalid rows; assert torch.isfinite(targets).all() before the loss.",
+                Evidence("training_checks/nonfinite_target_fraction", share, 0.0, "0"),
+                confidence=0.97,
+            )
+        elif alerts:
             alert = alerts[0]
+            in_gradient = _begins_in_gradient(history, alert)
             yield self.finding(
                 "critical",
                 int(alert["step"] or 0),
-                _sentence(alert),
-                _remedy(alert["sentence"]),
+                _sentence(alert) + IN_GRADIENT * in_gradient,
+                SMALL_CONSTANT if in_gradient else _remedy(alert["sentence"]),
                 Evidence("first_nonfinite/step", alert["step"], None, "no such step"),
                 confidence=0.95,
             )
-            return
-        step = _first_step(history)
-        if step is not None:
+        elif first_step is not None:
             yield self.finding(
                 "critical",
-                step,
-                f"The loss is not finite from step {step:,} on, so all weights become NaN.",
+                first_step,
+                f"The loss is not finite from step {first_step:,} on, so all weights become NaN.",
                 "Repeat the run with the hook first_nonfinite, which names the producer.",
                 Evidence("training_checks/loss", "NaN", None, "a finite number"),
                 confidence=0.9,
             )
+
+
+SMALL_CONSTANT = "Add a small constant before roots, norms and divisions there: torch.sqrt(x + 1e-12)."
+IN_GRADIENT = (
+    " The loss of the step is finite, so the backward pass makes the first one, between the outputs and the loss: the "
+    "derivative of a root or norm of 0 is infinite, as for the distance of two equal rows."
+)
+
+
+def _begins_in_gradient(history: History, alert: dict[str, Any]) -> bool:
+    """Return whether a finite loss has non-finite gradients in all parameters, at a step that was not repeated."""
+    step = int(alert["step"] or 0)
+    loss = history.loss.between(step, step)
+    count = history.curve("first_nonfinite/nonfinite_gradients").at(step)
+    is_unknown = "have a non-finite gradient" in alert["sentence"]
+    return is_unknown and len(loss) > 0 and bool(np.isfinite(loss).all()) and count == history.facts.get("trainable")
 
 
 def _sentence(alert: dict[str, Any]) -> str:
@@ -88,7 +118,7 @@ def _remedy(sentence: str) -> str:
     if "initial weights" in sentence:
         return "Repair the initialisation: uninitialised memory (torch.empty) or a division by zero."
     if "backward pass through" in sentence:
-        return "Add a small constant before roots, norms and divisions there: torch.sqrt(x + 1e-12)."
+        return SMALL_CONSTANT
     if sentence.startswith("The loss of step"):  # names no producer
         return (
             "Lower the learning rate if the loss grew before; torch.autograd.detect_anomaly() shows where NaN begins."
@@ -122,7 +152,13 @@ class SkippedSteps(Detector):
     }
     needs = ("training_checks",)
     explains = frozenset(
-        {"loss-not-falling", "no-better-than-mean", "optimizer-without-effect", "no-better-than-uniform"}
+        {
+            "loss-not-falling",
+            "no-better-than-mean",
+            "optimizer-without-effect",
+            "no-better-than-uniform",
+            "outputs-ignore-inputs",
+        }
     )
 
     def detect(self, history: History) -> Iterable[Finding]:

@@ -34,7 +34,15 @@ class ClippingTooStrong(Detector):
         "fall": Threshold(0.8, "of the loss; where it falls further, clipping is a remark"),
     }
     needs = ("parameter_norms",)
-    explains = frozenset({"learning-rate-too-low", "loss-not-falling", "no-better-than-mean", "no-better-than-uniform"})
+    explains = frozenset(
+        {
+            "learning-rate-too-low",
+            "loss-not-falling",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+            "outputs-ignore-inputs",
+        }
+    )
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -103,7 +111,15 @@ class EpsilonTooLarge(Detector):
         "eps": Threshold(1e-5, "usual are 1e-8 to 1e-6"),
     }
     needs = ("optimizer_health",)
-    explains = frozenset({"learning-rate-too-low", "loss-not-falling", "no-better-than-mean", "no-better-than-uniform"})
+    explains = frozenset(
+        {
+            "learning-rate-too-low",
+            "loss-not-falling",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+            "outputs-ignore-inputs",
+        }
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for an unusual eps that determines most steps."""
@@ -144,6 +160,7 @@ class MomentumUnusual(Detector):
             "learning-rate-too-high",
             "warm-up-missing",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "train-validation-diverging",
             "dead-units",
             "exploding-gradients",
@@ -194,6 +211,7 @@ class WeightsShrink(Detector):
     explains = frozenset(
         {
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "learning-rate-too-high",
             "loss-not-falling",
             "no-better-than-mean",

@@ -7,6 +7,7 @@ from ...errors import counted, listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
+from .levels import loss_fall
 
 
 def names_text(fact: Mapping[str, Any]) -> str:
@@ -28,7 +29,13 @@ class WithoutOptimizer(Detector):
     )
     source = "start-up facts"
     explains = frozenset(
-        {"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "optimizer-without-effect"}
+        {
+            "loss-not-falling",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+            "outputs-ignore-inputs",
+            "optimizer-without-effect",
+        }
     )
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -66,7 +73,15 @@ class LayersNotRegistered(Detector):
         "in model.parameters(): they are not trained, saved or moved. Use nn.ModuleList, nn.ModuleDict or nn.Parameter."
     )
     source = "torch.nn.ModuleList: modules it contains are properly registered"
-    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "learning-rate-too-low"})
+    explains = frozenset(
+        {
+            "loss-not-falling",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+            "outputs-ignore-inputs",
+            "learning-rate-too-low",
+        }
+    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if attributes of the model hold unregistered parameters that no optimizer trains."""
@@ -123,6 +138,40 @@ class FrozenInOptimizer(Detector):
 def _has_frozen_start(history: History) -> bool:
     """Return whether complete children of the model are frozen, as in fine-tuning."""
     return any(share == 1.0 for share in history.facts.get("frozen_modules", {}).values())
+
+
+@DetectorRegistry.register
+class FrozenUntrained(Detector):
+    """Finds frozen layers whose weights are those of a fresh initialisation."""
+
+    name = "frozen-layers-untrained"
+    symptom = "Fine-tuning is much worse than expected"
+    cause = (
+        "The frozen layers have the weights of an initialisation and not of a training: the checkpoint was not loaded, "
+        "as with load_state_dict(strict=False) and keys of another prefix, or the model was created again. Print the "
+        "missing and unexpected keys that load_state_dict returns."
+    )
+    source = "torch.nn.Module.load_state_dict: strict; torch draws initial weights from a uniform distribution"
+    applies_to = "frozen layers with weights of at least 64 elements"
+    thresholds = {"share": Threshold(0.5, "of the frozen layers; a training leaves no weights uniformly distributed")}
+    explains = frozenset(
+        {"no-better-than-uniform", "outputs-ignore-inputs", "no-better-than-frequencies", "no-better-than-mean"}
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if most frozen layers look untrained; a remark if the loss falls by half anyway."""
+        fact = history.facts.get("frozen_untrained") or {}
+        if not fact.get("count") or fact["count"] <= self.limit("share") * fact["layers"]:
+            return
+        yield self.finding(
+            "info" if loss_fall(history) > 0.5 else "warning",
+            0,
+            f"{fact['count']} of {fact['layers']} frozen layers have uniformly distributed weights, as torch "
+            f"initialises them and no training leaves them: {names_text(fact)}. They were probably never loaded.",
+            "Print what load_state_dict returns: with strict=False, keys with another prefix load nothing.",
+            Evidence("facts/frozen_untrained", fact["count"], self.limit("share") * fact["layers"], "0"),
+            confidence=0.85,
+        )
 
 
 @DetectorRegistry.register

@@ -37,6 +37,7 @@ class RoundedUpdates(Detector):
             "loss-not-falling",
             "no-better-than-mean",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "learning-rate-too-low",
             "optimizer-without-effect",
         }
@@ -93,6 +94,7 @@ class Float16WithoutScaler(Detector):
             "loss-not-falling",
             "no-better-than-mean",
             "no-better-than-uniform",
+            "outputs-ignore-inputs",
             "rounded-updates",
             "optimizer-without-effect",
         }
@@ -170,7 +172,15 @@ class OptimizerWithoutEffect(Detector):
     source = "torch.optim documentation: the order of backward, step and zero_grad"
     thresholds = {"checks": Threshold(2, "one step may be skipped by a loss scaler")}
     needs = (CHECKS,)
-    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "learning-rate-too-low"})
+    explains = frozenset(
+        {
+            "loss-not-falling",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+            "outputs-ignore-inputs",
+            "learning-rate-too-low",
+        }
+    )
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:

@@ -333,7 +333,7 @@ def test_loss_that_falls_ever_faster_is_unbounded(power: float, is_found: bool) 
 def test_score_that_stays_zero_is_found(name: str, scores: list[float], is_found: bool) -> None:
     history = healthy_history()
     history.add(200, {f"training_metrics/evaluation/{name}": Series(list(range(10, 70, 10)), scores)})
-    assert ("score-stays-zero" in ids(history)) is is_found
+    assert ("score-contradicts-loss" in ids(history)) is is_found
 
 
 @pytest.mark.parametrize(("last", "is_found"), [(2.25, True), (1.2, False)])
@@ -658,3 +658,123 @@ def test_shorter_last_step_is_no_missing_average(averages: list[int], expected: 
     history.add(3, {"training_checks/loss_divisor": Series([1, 2, 3], [1, 1, 1])})
     history.add(3, {"training_checks/averages_micro_batches": Series([1, 2][: len(averages)], averages)})
     assert [finding.id for finding in diagnose(history)] == expected
+
+
+def checked(**curves: list[float]) -> History:
+    """Return a history whose loss falls, with metrics of ``training_checks`` at evenly spaced steps."""
+    history = with_losses([*np.linspace(2.3, 0.5, 400)])
+    for name, values in curves.items():
+        history.curves.pop(f"training_checks/{name}", None)
+        steps = [1 + index * (399 // len(values)) for index in range(len(values))]
+        history.add(400, {f"training_checks/{name}": Series(steps, values)})
+    return history
+
+
+@pytest.mark.parametrize(
+    ("losses", "missing", "expected"),
+    [
+        ([0.0] * 20, 0, "gradients-all-zero"),
+        ([1.0] * 20, 0, "gradients-all-zero"),
+        ([0.0] * 20, 4, "parameters-without-gradient"),
+        ([0.0] * 5, 0, ""),
+    ],
+    ids=["margin that is met", "collapsed", "detached", "few steps"],
+)
+def test_gradients_of_zero_are_not_missing(losses: list[float], missing: int, expected: str) -> None:
+    history = with_losses(losses)
+    history.facts = {"trainable": 4}
+    history.curves.pop("training_checks/grad_norm")
+    steps = list(range(1, len(losses) + 1))
+    for name, value in (("grad_norm", 0.0), ("without_gradient_count", missing), ("never_gradient_count", 4)):
+        history.add(len(losses), {f"training_checks/{name}": Series(steps, [value] * len(losses))})
+    assert [name for name in ids(history) if "gradient" in name][:1] == [expected] * bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("deviations", "expected"),
+    [
+        ([1.0, 1.1, 0.9, 3.0, 12.0, 50.0, 80.0], True),
+        ([1.0, 1.1, 0.9, 3.0, 3.0, 3.1, 3.0], False),
+        ([1.0, 1.0, 1.0, 1 / 255, 1e-5, 1e-5, 1e-5], True),
+        ([30.0] * 7, False),
+    ],
+    ids=["normalised again", "states of an agent", "divided again", "never normalised"],
+)
+def test_inputs_that_leave_their_range(deviations: list[float], expected: bool) -> None:
+    history = checked(input_std=deviations, input_mean=[0.0] * 7)
+    assert ("inputs-drift" in ids(history)) is expected
+
+
+@pytest.mark.parametrize(
+    ("first_epoch", "repeated", "expected"), [(100, 0.0, True), (50, 0.0, False), (100, 0.5, False)]
+)
+def test_validation_apart_after_one_epoch(first_epoch: int, repeated: float, expected: bool) -> None:
+    """No model can have memorised rows that it sees for the first time."""
+    history = checked(repeated_row_fraction=[repeated] * 8)
+    history.first_epoch_end = first_epoch
+    history.add(400, {"training_metrics/evaluation/val_loss": Series([100, 200, 300, 400], [5.0, 5.1, 5.0, 5.2])})
+    texts = [finding.why for finding in diagnose(history) if finding.id == "train-validation-diverging"]
+    assert any("first epoch" in text for text in texts) is expected
+
+
+@pytest.mark.parametrize(("variation", "loss", "expected"), [(1e-6, 1.0, True), (0.3, 1.0, False), (1e-6, 0.5, False)])
+def test_equal_outputs_of_all_rows_are_found(variation: float, loss: float, expected: bool) -> None:
+    history = checked(output_variation=[variation] * 8, term_loss=[loss] * 8, constant_loss=[1.0] * 8)
+    assert ("outputs-ignore-inputs" in ids(history)) is expected
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "loss", "expected"),
+    [(0.1, 0.01, True), (0.1, 0.6, False), (0.97, 0.01, False), (0.5, 0.2, True)],
+    ids=["impossible", "allowed", "agreeing", "far below the bound"],
+)
+def test_accuracy_below_the_bound_of_its_loss(accuracy: float, loss: float, expected: bool) -> None:
+    """A wrong class costs ln 2 or more, so that at most loss / ln 2 of the rows are wrong."""
+    history = checked(uniform_loss=[2.3] * 8)
+    for name, value in (("val_acc", accuracy), ("val_loss", loss)):
+        history.add(400, {f"training_metrics/evaluation/{name}": Series([100, 200, 300, 400], [value] * 4)})
+    assert ("score-contradicts-loss" in ids(history)) is expected
+
+
+@pytest.mark.parametrize(("invalid", "expected"), [(0.2, True), (0.0, False)])
+def test_targets_beyond_probabilities_are_found(invalid: float, expected: bool) -> None:
+    history = checked(invalid_target_fraction=[invalid] * 8, target_min=[0.0] * 8, target_max=[255.0] * 8)
+    assert ("targets-not-probabilities" in ids(history)) is expected
+
+
+def test_nonfinite_targets_come_before_their_last_bias() -> None:
+    history = with_losses([1.0] * 6 + [math.nan] * 10)
+    history.add(7, {"training_checks/nonfinite_target_fraction": Series([1, 7], [0.0, 0.1])})
+    (finding,) = [finding for finding in diagnose(history) if finding.id == "nonfinite"]
+    assert "targets" in finding.why
+
+
+@pytest.mark.parametrize(
+    ("curves", "expected"),
+    [
+        ({"ignored_inside_fraction": [0.6] * 5, "ignored_target_fraction": [0.5] * 5}, True),
+        ({"ignored_inside_fraction": [0.0] * 5, "ignored_target_fraction": [0.5] * 5}, False),
+        ({"ignored_inside_fraction": [0.9] * 5, "ignored_target_fraction": [0.85] * 5}, False),
+        ({"ignored_end_fraction": [1.0] * 5}, True),
+        ({"ignored_end_fraction": [0.2] * 5}, False),
+    ],
+    ids=["class", "padding", "masked language model", "end of text", "texts that are cut off"],
+)
+def test_class_that_is_never_a_target(curves: dict[str, list[float]], expected: bool) -> None:
+    assert ("class-never-a-target" in ids(checked(**curves))) is expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "evaluated", "expected"),
+    [
+        ({"largest_batchnorm_momentum": 0.99, "batchnorms": 2}, 1.0, True),
+        ({"largest_batchnorm_momentum": 0.1, "batchnorms": 2}, 1.0, False),
+        ({"largest_batchnorm_momentum": 0.1, "batchnorms": 2}, 5.0, True),
+        ({"batchnorms": 0}, 5.0, False),
+    ],
+)
+def test_running_statistics_of_one_batch(facts: dict[str, float], evaluated: float, expected: bool) -> None:
+    history = checked()
+    history.facts = facts
+    history.add(400, {"training_metrics/evaluation/train_loss": Series([200, 300, 400], [evaluated] * 3)})
+    assert ("batchnorm-momentum" in ids(history)) is expected

@@ -652,13 +652,15 @@ def regression(values: dict[str, Any], loss: float = 1.0, steps: int = 400) -> H
 )
 def test_losses_at_the_variance_of_targets(baseline: float, expected: bool) -> None:
     """Losses far above the variance are a finding, too."""
-    found = severities(regression({"mean_target_loss": baseline}))
+    found = severities(regression({"term_loss": 1.0, "constant_loss": baseline}))
     assert ("no-better-than-mean" in found) is expected
 
 
 @pytest.mark.parametrize(("baseline", "expected"), [(1.02, True), (0.99, True), (1.2, False), (0.4, False)])
 def test_losses_at_the_entropy_of_targets(baseline: float, expected: bool) -> None:
-    found = severities(regression({"frequency_loss": baseline, "uniform_loss": 3.0}))
+    found = severities(
+        regression({"term_loss": 1.0, "constant_loss": baseline, "uniform_loss": 3.0, "class_count": 20})
+    )
     assert ("no-better-than-frequencies" in found) is expected
 
 

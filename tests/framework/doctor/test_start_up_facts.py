@@ -109,3 +109,25 @@ def facts_of_shards() -> int:
 def test_facts_of_shards_need_no_other_rank(tmp_path):
     """Only the first rank may write them, and of four rows the third of three ranks has none."""
     assert on_ranks(facts_of_shards, tmp_path, 3) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_frozen_layers_with_initial_weights(is_trained: bool) -> None:
+    """A training leaves no weights that are distributed uniformly, as torch initialises them."""
+    base, head = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16)), nn.Linear(16, 2)
+    if is_trained:
+        optimizer, rows = torch.optim.Adam(base.parameters(), 1e-2), torch.randn(64, 8)
+        for _ in range(50):
+            optimizer.zero_grad()
+            base(rows).square().mean().backward()
+            optimizer.step()
+    base.requires_grad_(False)
+    facts = start_facts(nn.Sequential(base, head), [torch.optim.Adam(head.parameters())])["frozen_untrained"]
+    assert (facts["count"], facts["layers"]) == (0 if is_trained else 2, 2)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.99])
+def test_largest_momentum_of_batch_normalisations(momentum: float) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=momentum), nn.BatchNorm1d(2, momentum=None))
+    facts = start_facts(model, [torch.optim.SGD(model.parameters(), 0.1)])
+    assert facts["largest_batchnorm_momentum"] == momentum

@@ -100,9 +100,10 @@ def test_softmax_before_log_softmax_is_found(convert: Callable[[Tensor], Tensor]
     assert not describe_loss(cross_entropy(convert(logits().double()))).is_doubly_normalised
 
 
-def test_sigmoid_before_bce_with_logits_is_found() -> None:
+@pytest.mark.parametrize("normalise", [torch.sigmoid, F.logsigmoid, lambda x: x.softmax(1), lambda x: x.log_softmax(1)])
+def test_sigmoid_before_bce_with_logits_is_found(normalise: Callable[[Tensor], Tensor]) -> None:
     targets = torch.ones(ROWS, CLASSES)
-    assert describe_loss(F.binary_cross_entropy_with_logits(logits().sigmoid(), targets)).is_doubly_normalised
+    assert describe_loss(F.binary_cross_entropy_with_logits(normalise(logits()), targets)).is_doubly_normalised
     assert not describe_loss(F.binary_cross_entropy_with_logits(logits(), targets)).is_doubly_normalised
 
 
@@ -228,6 +229,15 @@ COMPARISONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "own distance": (lambda outputs: (VALUES - outputs).abs().sum(), True),
     "rows against a column": (lambda outputs: (outputs.squeeze(1) - VALUES[:, None]).square().mean(), True),
     "product": (lambda outputs: -(outputs * VALUES).mean(), True),
+    "clipped surrogate of a policy": (
+        lambda outputs: (
+            F.mse_loss(outputs, VALUES[:, None])
+            - torch.min(outputs[:, 0].exp() * VALUES[:, None], outputs[:, 0].exp().clamp(0.8, 1.2)).mean()
+        ),
+        True,
+    ),
+    "pairs of one vector": (lambda outputs: (outputs[:, 0] - outputs[:, 0][:, None]).abs().mean(), False),
+    "sums over a matrix": (lambda outputs: (outputs[:, 0] * torch.ones(ROWS, ROWS).tril()).mean(), False),
     "same columns": (lambda outputs: F.mse_loss(outputs, VALUES[:, None]), False),
     "same rows": (lambda outputs: F.mse_loss(outputs.squeeze(1), VALUES), False),
     "number": (lambda outputs: (outputs - 1).square().mean(), False),
@@ -365,17 +375,17 @@ def test_entropy_is_the_loss_of_frequencies(ignored: bool) -> None:
         if ignored:
             targets[::7] = -100
         loss = F.cross_entropy(shares.log().expand(60, 4).clone().requires_grad_(), targets)
-        estimates.append(describe_loss(loss).target_entropy)
+        estimates.append(describe_loss(loss).constant_loss)
         losses.append(loss.item())
     assert sum(estimates) / 300 == pytest.approx(sum(losses) / 300, rel=0.01)
 
 
 def test_few_or_weighted_targets_have_no_entropy() -> None:
     outputs, targets = torch.randn(20, 4, requires_grad=True), torch.arange(20) % 4
-    assert describe_loss(F.cross_entropy(outputs, targets)).target_entropy is None
+    assert describe_loss(F.cross_entropy(outputs, targets)).constant_loss is None
     many = outputs.repeat(9, 1), targets.repeat(9)
-    assert describe_loss(F.cross_entropy(*many)).target_entropy == pytest.approx(math.log(4) + 3 / 360)
-    assert describe_loss(F.cross_entropy(*many, weight=torch.ones(4))).target_entropy is None
+    assert describe_loss(F.cross_entropy(*many)).constant_loss == pytest.approx(math.log(4) + 3 / 360)
+    assert describe_loss(F.cross_entropy(*many, weight=torch.ones(4))).constant_loss is None
 
 
 def test_first_targets_are_those_of_the_loss() -> None:
@@ -406,28 +416,72 @@ NUMBERS = torch.tensor([[-2.0, 0.5], [0.0, 3.0], [1.0, -1.0], [5.0, 0.25]])
 OUTPUTS = nn.Parameter(torch.linspace(-1, 1, 8).reshape(4, 2))
 
 
-def test_quantiles_and_variance_of_targets() -> None:
-    """The variance is that of each output over the rows, so that it is the loss of predicting the mean."""
-    found = describe_loss(F.mse_loss(OUTPUTS * 2, NUMBERS))
+@pytest.mark.parametrize(
+    ("loss", "has_terms"),
+    [
+        (lambda: F.mse_loss(OUTPUTS * 2, NUMBERS), False),
+        (lambda: 2 * F.mse_loss(OUTPUTS * 2, NUMBERS), False),
+        (lambda: F.mse_loss(OUTPUTS * 2, NUMBERS, reduction="sum"), False),
+        (lambda: F.mse_loss(OUTPUTS * 2, NUMBERS) + OUTPUTS.square().sum(), True),
+    ],
+    ids=["mean", "scaled", "summed", "with penalty"],
+)
+def test_quantiles_and_variance_of_targets(loss: Callable[[], Tensor], has_terms: bool) -> None:
+    """The loss of predicting the mean of each output, and that of the outputs, without factors and other terms."""
+    found = describe_loss(loss())
     ordered = NUMBERS.flatten().sort().values
     assert found.target_quantiles == tuple(ordered[[0, 1, 6, 7]].tolist())
-    assert found.target_variance == pytest.approx(F.mse_loss(NUMBERS.mean(0).expand(4, 2), NUMBERS).item())
+    assert found.constant_loss == pytest.approx(F.mse_loss(NUMBERS.mean(0).expand(4, 2), NUMBERS).item())
+    assert found.term_loss == pytest.approx(F.mse_loss(OUTPUTS * 2, NUMBERS).item())
+    assert found.has_terms is has_terms
+
+
+def test_absolute_errors_have_no_mean_to_beat() -> None:
+    found = describe_loss(F.smooth_l1_loss(OUTPUTS * 2, NUMBERS))
+    assert found.target_quantiles
+    assert found.constant_loss is None
+
+
+KINDS = torch.tensor([0, 1, 2, 1]).repeat(30)
+BITS = F.one_hot(KINDS, 3).float()
 
 
 @pytest.mark.parametrize(
-    "loss",
+    ("loss", "constant"),
     [
-        lambda: 2 * F.mse_loss(OUTPUTS * 2, NUMBERS),
-        lambda: F.mse_loss(OUTPUTS * 2, NUMBERS, reduction="sum"),
-        lambda: F.mse_loss(OUTPUTS * 2, NUMBERS) + OUTPUTS.square().sum(),
-        lambda: F.smooth_l1_loss(OUTPUTS * 2, NUMBERS),
+        (lambda outputs: F.cross_entropy(outputs, KINDS), lambda: (BITS.mean(0) + 1e-9).log().expand(120, 3)),
+        (
+            lambda outputs: F.binary_cross_entropy_with_logits(outputs, BITS),
+            lambda: BITS.mean(0).logit().expand(120, 3),
+        ),
+        (lambda outputs: F.mse_loss(outputs, BITS), lambda: BITS.mean(0).expand(120, 3)),
     ],
-    ids=["scaled", "summed", "with penalty", "another loss"],
+    ids=["classes", "labels", "numbers"],
 )
-def test_other_losses_have_no_mean_to_beat(loss: Callable[[], Tensor]) -> None:
-    found = describe_loss(loss())
-    assert found.target_quantiles
-    assert found.target_variance is None
+def test_constant_outputs_do_not_vary(loss: Callable[[Tensor], Tensor], constant: Callable[[], Tensor]) -> None:
+    """The best constant has the constant loss and the variation 0, right outputs have the variation of targets."""
+    found = describe_loss(3 * loss(constant().clone().requires_grad_()))
+    assert found.term_loss == pytest.approx(found.constant_loss, rel=0.02)
+    assert found.output_variation == pytest.approx(0, abs=1e-6)
+    right = BITS if loss(BITS) < 1e-6 else 40 * (BITS - 0.5)
+    assert describe_loss(loss(right.clone().requires_grad_())).output_variation == pytest.approx(1, abs=1e-5)
+
+
+def test_targets_that_are_not_finite_or_not_probabilities() -> None:
+    logs = torch.tensor([[0.5, -1.0], [2.0, 0.0]]).log()
+    assert describe_loss(F.smooth_l1_loss(OUTPUTS[:2] * 2, logs)).nonfinite_targets == 0.5
+    masks = torch.tensor([[0.0, 255.0], [0.0, 1.0]])
+    found = describe_loss(F.binary_cross_entropy_with_logits(OUTPUTS[:2] * 2, masks))
+    assert (found.invalid_targets, found.target_quantiles[-1]) == (0.25, 255)
+    assert describe_loss(F.binary_cross_entropy_with_logits(OUTPUTS[:2] * 2, (masks > 0).float())).invalid_targets == 0
+
+
+@pytest.mark.parametrize(("shift", "expected"), [(0, True), (1, False)])
+def test_embeddings_of_the_targets_are_found(shift: int, expected: bool) -> None:
+    """A decoder that reads what it should predict, and one that reads the tokens before."""
+    embedding, targets = nn.Embedding(7, 4), torch.tensor([[3, 1, 4, 1, 5], [6, 2, 6, 5, 3]])
+    outputs = embedding(targets.roll(shift, dims=1)) @ embedding.weight.T
+    assert describe_loss(F.cross_entropy(outputs.flatten(0, 1), targets.flatten())).reads_targets is expected
 
 
 @pytest.mark.parametrize(
@@ -477,4 +531,4 @@ def test_large_targets_are_sampled() -> None:
     targets = torch.rand(2, 2**19) - 0.005
     found = describe_loss(F.mse_loss(outputs.sigmoid(), targets))
     assert found.unreachable_fraction == 0
-    assert found.target_variance == pytest.approx(F.mse_loss(targets, targets.mean(0).expand(2, -1)).item(), rel=0.1)
+    assert found.constant_loss == pytest.approx(F.mse_loss(targets, targets.mean(0).expand(2, -1)).item(), rel=0.1)

@@ -110,11 +110,10 @@ def test_sums_are_weighted_by_targets(counts: list[int | None], divisors: list[f
 
 
 def test_frequencies_need_all_micro_batches() -> None:
-    """The loss of predicting the frequencies is the mean over micro-batches of a cross-entropy without other terms."""
-    known = BackwardPass(reduction="mean", class_count=10, target_entropy=2.0)
-    assert loss_facts([known, known._replace(target_entropy=1.0)])["frequency_loss"] == 1.5
-    assert "frequency_loss" not in loss_facts([known, known._replace(target_entropy=None)])
-    assert "frequency_loss" not in loss_facts([known._replace(is_modified=True)])
+    """The loss of predicting the frequencies is the mean over all micro-batches."""
+    known = BackwardPass(reduction="mean", class_count=10, constant_loss=2.0)
+    assert loss_facts([known, known._replace(constant_loss=1.0)])["constant_loss"] == 1.5
+    assert "constant_loss" not in loss_facts([known, known._replace(constant_loss=None)])
 
 
 def test_facts_of_a_cross_entropy() -> None:

@@ -1,0 +1,162 @@
+"""Detectors of outputs that ignore the inputs, and of scores that the loss contradicts."""
+
+import math
+import re
+from collections.abc import Iterable
+
+from ..detector import Detector, DetectorRegistry, Threshold
+from ..findings import Evidence, Finding
+from ..history import Curve, History
+from .levels import CHECKS, end_level, falls_short, loss_fall, median_of, start_level, uniform_loss
+from .losses import compared, validation_loss
+
+SCORES = frozenset(
+    {"acc", "accuracy", "f1", "iou", "miou", "dice", "recall", "precision", "bleu", "jaccard", "exact", "em", "auc"}
+    | {"match", "right", "correct", "hit", "hits", "success", "retrieval", "map", "ndcg", "mrr", "score"}
+)
+"""Words in the names of scores between 0 and 1 of which higher is better."""
+LEAST_STEPS = 200
+"""Steps after which a loss that has not fallen counts as that of a constant, if the latter is unknown."""
+SHARES_OF_RIGHT = frozenset({"acc", "accuracy"})
+"""Words in the names of shares of rows whose largest output is the right class."""
+
+
+@DetectorRegistry.register
+class OutputsIgnoreInputs(Detector):
+    """Finds a model whose outputs are the same for all rows."""
+
+    name = "outputs-ignore-inputs"
+    symptom = "The model gives the same output for every row"
+    cause = (
+        "The outputs do not depend on the inputs: a mask that hides all of them (inverted), a layer whose output is "
+        "multiplied by 0 or not used, all units dead, or a term of the loss, such as a KL divergence that is summed "
+        "while the others are averaged, that outweighs the one that compares outputs and targets."
+    )
+    source = "Lucas et al., arXiv 1911.02469, on the collapse of autoencoders; the information of rows in predictions"
+    applies_to = "cross-entropies, binary ones and losses of numbers, on the CPU, after 200 steps"
+    thresholds = {
+        "variation": Threshold(0.002, "of the targets; outputs that use their inputs vary by a hundred times more"),
+        "share": Threshold(0.97, "of the loss of the best constant, below which the outputs are useful"),
+    }
+    needs = (CHECKS,)
+    explains = frozenset(
+        {
+            "loss-constant",
+            "loss-not-falling",
+            "learning-rate-too-low",
+            "no-better-than-frequencies",
+            "no-better-than-mean",
+            "no-better-than-uniform",
+        }
+    )
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the last checked outputs hardly vary and are no better than a constant."""
+        curve = history.curve(f"{CHECKS}/output_variation")
+        variation = median_of(curve.values[-3:])
+        ratio, loss, constant = compared(history)
+        if math.isnan(ratio) and history.step >= LEAST_STEPS and falls_short(history, 1 - self.limit("share")):
+            ratio, loss, constant = 1.0, end_level(history.loss), start_level(history.loss)
+        if not (variation < self.limit("variation") and ratio > self.limit("share")):
+            return
+        is_term = history.last(f"{CHECKS}/loss_has_terms") > 0
+        remedy = (
+            "Feed two different rows and look where their activations become equal: a mask (True means 'take part' in "
+            "scaled_dot_product_attention), a multiplication by 0, dead units."
+        )
+        if is_term:
+            remedy = (
+                "Print each term of the loss: a term that is summed while others are averaged outweighs them. Give all "
+                "the same reduction, or raise the weight of the one that compares outputs and targets."
+            )
+        yield self.finding(
+            "warning",
+            curve.first_step_where(curve.values < self.limit("variation")) or curve.last_step,
+            f"The outputs are the same for all rows: they vary by {variation:.1g} of what the targets vary, and their "
+            f"loss of {loss:.3g} is no better than that of a constant, {constant:.3g}.",
+            remedy,
+            Evidence(curve_name("output_variation"), variation, self.limit("variation"), "above 0.1"),
+            Evidence(curve_name("term_loss"), loss, self.limit("share") * constant, f"far below {constant:.3g}"),
+            confidence=0.8,
+        )
+
+
+def curve_name(metric: str) -> str:
+    """Return the full name of a metric of ``training_checks``."""
+    return f"{CHECKS}/{metric}"
+
+
+@DetectorRegistry.register
+class ScoreContradictsLoss(Detector):
+    """Finds a score that stays low although the loss is that of a model that is right."""
+
+    name = "score-contradicts-loss"
+    symptom = "The loss falls to almost nothing, but a score stays low"
+    cause = (
+        "Loss and score do not judge the same: the loss leaves out or rewards something (an ignored class, a decoder "
+        "that sees its targets, a frequent background), or the score compares something else than predictions and "
+        "targets, or runs the model in another way. Compute both by hand on one batch."
+    )
+    source = (
+        "a wrong class has a probability of at most 1/2 and costs ln 2 or more, so that the share of wrong rows is at "
+        "most loss / ln 2; Lin et al., arXiv 1708.02002, for scores of 0 at frequent backgrounds"
+    )
+    applies_to = "evaluations with a score in its name, such as acc, iou, dice, f1, exact or recall"
+    thresholds = {
+        "evaluations": Threshold(3, "scores of hard tasks are low in the first ones"),
+        "zeros": Threshold(5, "evaluations with a score of exactly 0, at any loss that has fallen by half"),
+        "fall": Threshold(0.5, "of the first loss"),
+        "learned": Threshold(0.05, "of ln(C), or of the first loss, from which on the model is right about the loss"),
+        "low": Threshold(0.6, "a score that a loss near 0 leaves no room for"),
+        "margin": Threshold(0.2, "below the least accuracy that the loss allows"),
+    }
+    needs = ("training_metrics",)
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding for the first score that contradicts the losses."""
+        for metric, curve in history.curves.items():
+            hook, _, name = metric.partition("/")
+            words = {*re.split(r"[/_\W]+", name.lower())}
+            if hook != "training_metrics" or not words & SCORES or "train" in words or not len(curve):
+                continue
+            if why := self._why(history, curve, name.removeprefix("evaluation/"), words):
+                yield self.finding(
+                    "warning",
+                    curve.first_step,
+                    f"Suspicious: {why}",
+                    "Print predictions and targets of a batch, and compute loss and score by hand: is a class ignored, "
+                    "does the model see its targets, does the score run the model in another way, or is one class so "
+                    "frequent that the others do not count?",
+                    Evidence(metric, curve.last, None, "near 1"),
+                    Evidence(f"{CHECKS}/loss", end_level(history.loss)),
+                    confidence=0.7,
+                )
+                return
+
+    def _why(self, history: History, curve: Curve, name: str, words: set[str]) -> str:
+        """Return in words how a score contradicts the loss; empty if it does not."""
+        values = curve.values
+        if len(values) >= self.limit("zeros") and not values.any() and loss_fall(history) > self.limit("fall"):
+            return (
+                f"{name} is 0 in all {len(values)} evaluations, although the loss falls to "
+                f"{end_level(history.loss):.3g}: the model may predict only the most frequent class."
+            )
+        best, held_out = float(values.max()), self._held_out(history)
+        if len(values) < self.limit("evaluations") or not 0 <= values.min() <= best < self.limit("low"):
+            return ""
+        shown = f"{name} is at most {best:.3g} in all {len(values)} evaluations, although the loss"
+        if words & SHARES_OF_RIGHT and uniform_loss(history) > 0 and math.isfinite(held_out):
+            least = 1 - held_out / math.log(2)
+            if best < least - self.limit("margin"):
+                return f"{shown} of the same evaluation, {held_out:.3g}, allows no accuracy below {least:.3g}."
+        scale = uniform_loss(history) if uniform_loss(history) > 0 else history.loss.first
+        learned = self.limit("learned") * scale
+        trained = end_level(history.loss)
+        if not 0 <= trained < learned or held_out > learned:
+            return ""
+        of_both = f"s of training and evaluation are {trained:.2g} and {held_out:.2g}"
+        return f"{shown}{of_both if math.isfinite(held_out) else f' has fallen to {trained:.2g}'}."
+
+    def _held_out(self, history: History) -> float:
+        """Return the newest validation loss; NaN without one."""
+        return validation_loss(history)[1].last
