@@ -51,8 +51,6 @@ def falls_short(history: History, share: float) -> bool:
 
 LEARNED = 0.8
 """Share by which a loss falls in a training that learns."""
-CONSTANT_LOSSES = ("uniform_loss", "frequency_loss", "mean_target_loss", "constant_loss")
-"""Metrics of :data:`CHECKS` with the losses of constant predictions."""
 
 
 def learned_share(history: History) -> float:
@@ -61,9 +59,33 @@ def learned_share(history: History) -> float:
     # The first steps may have raised the loss, from which it falls back.
     fall = 1 - last / loss.first if loss.first > 0 and len(loss) >= 10 else math.nan
     fall = min(fall, loss_fall(history))
-    constants = [value for name in CONSTANT_LOSSES if (value := history.last(f"{CHECKS}/{name}")) > 0]
-    is_far_below = all(last < 0.5 * value for value in constants)
+    names = ("uniform_loss", "term_loss", "constant_loss")
+    uniform, of_outputs, constant = (history.last(f"{CHECKS}/{name}") for name in names)
+    is_far_below = all(value < 0.5 * least for value, least in ((last, uniform), (of_outputs, constant)) if least > 0)
     return fall if is_far_below and fall > 0 and math.isfinite(loss.last) else 0.0
+
+
+def compared(history: History, steps: int = 200, checks: int = 3) -> tuple[float, float, float]:
+    """Return the ratio of the loss of the outputs and of the best constant, on the last checked batches, and both.
+
+    All are NaN before ``steps``.
+
+    Args:
+        history: the record.
+        steps: the first step at which the result counts, later for a training that is planned to be long.
+        checks: the number of batches of which the result is the median.
+    """
+    of_outputs, of_constant = (history.curve(f"{CHECKS}/{name}") for name in ("term_loss", "constant_loss"))
+    last_step = history.loss.last_step
+    patience = 0 if history.is_over else 0.2 * (history.planned_steps or 1500)
+    if last_step < max(steps, patience) or len(of_outputs) != len(of_constant):
+        return math.nan, math.nan, math.nan
+    is_late = (of_constant.steps > 0.25 * last_step) & (of_constant.values > 0)
+    losses, constants = of_outputs.values[is_late], of_constant.values[is_late]
+    if len(constants) < checks:
+        return math.nan, math.nan, math.nan
+    # Of the same batches, so that the differences between them cancel.
+    return median_of((losses / constants)[-checks:]), median_of(losses[-checks:]), median_of(constants)
 
 
 def uniform_loss(history: History) -> float:

@@ -128,10 +128,9 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
         lacks_log_softmax=_lacks_log_softmax(nodes, names),
         is_modified=_has_other_terms(nodes, names) or _has_scaled_logits(nodes, names),
         is_rectified=_is_rectified(names),
-        is_normalised_over_rows=_is_normalised_over_rows(nodes, names),
         is_broadcast=_is_broadcast(root),
         has_terms=_has_terms(nodes),
-        **_model_facts(root, _saved_targets(nodes, names)),
+        **_model_facts(root, nodes, names),
         is_float16=any(_output(node)[1] is torch.float16 for node in nodes),
     )
 
@@ -525,7 +524,7 @@ def _is_broadcast(root: Any) -> bool:
     """Return whether the loss compares N outputs with N targets as N × N pairs, as (N, 1) against (N,) does.
 
     All terms of the loss are searched, up to operations that are not element by element. Pairs that are formed on
-    purpose begin with an added dimension, ``x[:, None]``, or have a matrix of their own, such as a mask.
+    purpose begin with an added dimension, ``x[:, None]``, or have a separate matrix, such as a mask.
     """
     waiting, seen = ([root], {root}) if root is not None else ([], set())
     for node in waiting:
@@ -555,14 +554,28 @@ def _has_matrix(node: Any) -> bool:
     return any(isinstance(item, Tensor) and item.ndim == 2 and min(item.shape) > 1 for item in factors)
 
 
-def _model_facts(root: Any, targets: Tensor | None) -> dict[str, Any]:
-    """Return the number of attention operations over as many queries as keys, of those that look ahead, and whether
-    an embedding reads the targets of the loss themselves.
+def _model_facts(root: Any, path: list[Any], names: list[str]) -> dict[str, Any]:
+    """Return the number of attention operations over as many queries as keys, of those that look ahead, whether an
+    embedding reads the targets of the loss themselves, and whether a softmax runs over the rows.
     """
-    nodes = [*_all_nodes(root)]
+    targets, nodes = _saved_targets(path, names), [*_all_nodes(root)]
     found = [looks_ahead for node in nodes if (looks_ahead := _looks_ahead(node)) is not None]
-    reads = targets is not None and any(_reads(node, targets) for node in nodes if operation_of(node) == "Embedding")
-    return {"attention_count": len(found), "look_ahead_count": found.count(True), "reads_targets": reads}
+    rows = next((shape[0] for node in path if (shape := _output(node)[0])), 0)
+    return {
+        "attention_count": len(found),
+        "look_ahead_count": found.count(True),
+        "reads_targets": targets is not None
+        and any(_reads(node, targets) for node in nodes if operation_of(node) == "Embedding"),
+        "is_normalised_over_rows": _is_normalised_over_rows(path, names)
+        or any(_is_softmax_over(node, rows) for node in nodes if operation_of(node) == "Softmax"),
+    }
+
+
+def _is_softmax_over(node: Any, rows: int) -> bool:
+    """Return whether a softmax runs over the rows of the loss; not if another dimension has as many elements."""
+    shape = _output(node)[0]
+    is_over_first = _saved_integer(node, "dim") in (0, -len(shape))
+    return rows > 1 and len(shape) > 1 and is_over_first and shape[0] == rows and rows not in shape[1:]
 
 
 def _reads(node: Any, targets: Tensor) -> bool:

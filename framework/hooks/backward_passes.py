@@ -67,7 +67,8 @@ class BackwardPass(NamedTuple):
     is_rectified: bool = False
     """Whether a ReLU is applied to the logits of the loss."""
     is_normalised_over_rows: bool = False
-    """Whether the log-softmax of a cross-entropy runs over the rows of the batch instead of the classes."""
+    """Whether the log-softmax of a cross-entropy runs over the rows of the batch instead of classes, or a softmax of
+    the model over the rows of the loss."""
     is_broadcast: bool = False
     """Whether N outputs meet N targets in N × N pairs, as shapes (N, 1) and (N,) do."""
     has_terms: bool = False

@@ -135,8 +135,8 @@ class TrainingChecks(TrainingHook):
             | 1: next tokens. 0 with a causal mask: the model learns to copy its input. 2: shifted twice.
         logits_rectified | 1 if a ReLU is applied to the logits of the loss, else 0 | {0, 1}
             | 1: no logit can be negative, and those that are 0 get no gradient.
-        normalised_over_rows | 1 if the log-softmax of a cross-entropy runs over the rows of the batch, else 0 | {0, 1}
-            | 1: the argument dim of the softmax is wrong.
+        normalised_over_rows | 1 if the log-softmax of a cross-entropy, or a softmax of the model, runs over the rows of
+            the batch, else 0 | {0, 1} | 1: the argument dim of the softmax is wrong.
         class_count | C, the number of classes of a cross-entropy, else 0 | 0, 1, 2, … | Should be that of the data.
         uniform_loss | ln C; reported for a cross-entropy without further terms or scaled logits | [0, ∞)
             | The loss of equal probabilities, which the first losses should be near. Much larger first losses: the
@@ -159,7 +159,7 @@ class TrainingChecks(TrainingHook):
         output_variation | how much the outputs that the loss gets differ between the rows: I / H(t) with the
             information I = H(mean p) − mean H(p) of rows in the predicted probabilities p and the entropy H(t) of the
             targets; for numbers, variance of outputs / variance of targets | [0, ∞)
-            | Near 0 at the end: the model gives the same output for all rows, whatever its inputs.
+            | Near 0 at the end: the model gives the same output for all rows and any inputs.
         reads_targets | 1 if an embedding of the model looks up the very targets of the cross-entropy, else 0 | {0, 1}
             | 1 although the inputs are others: the model sees what it should predict.
         nonfinite_target_fraction | share of NaN or infinite targets of a regression or binary cross-entropy, on the

@@ -448,8 +448,8 @@ class ClassIgnored(Detector):
     name = "class-never-a-target"
     symptom = "One class is never predicted, or generated text does not end"
     cause = (
-        "The number that marks padding is also a class or a token of its own, and the loss ignores it everywhere: "
-        "ignore_index equals a class, or pad_token equals eos_token. Give padding a number of its own, such as -100."
+        "The number that marks padding is also a class or a token that occurs, and the loss ignores it everywhere: "
+        "ignore_index equals a class, or pad_token equals eos_token. Give padding a separate number, such as -100."
     )
     source = "torch.nn.CrossEntropyLoss: ignore_index; transformers' DataCollatorForLanguageModeling masks pad tokens"
     applies_to = "rows of integer targets with padding, on the CPU"

@@ -10,6 +10,7 @@ from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
 from ..levels import (
+    compared,
     end_level,
     gradient_norms,
     is_sorted_by_class,
@@ -67,6 +68,9 @@ class LearningRateTooHigh(Detector):
         "ratio": Threshold(0.1, "usual are 1e-4 to 1e-2, and up to 0.05 in the first steps of Adam"),
         "certain": Threshold(0.5, "one step replaces half of the weights"),
         "at_once": Threshold(2.0, "one step replaces all weights, so that a run in progress needs no further evidence"),
+        "lasting": Threshold(
+            0.2, "in every check of the first 20 steps; weights that start at 0 are above it for five"
+        ),
     }
     needs = ("training_checks", "parameter_norms")
     explains = frozenset(
@@ -111,6 +115,9 @@ class LearningRateTooHigh(Detector):
         high, step = float(ratios.values[place]), int(ratios.steps[place])
         harm = _early_harm(history, high > self.limit("certain"))
         is_certain = high > self.limit("certain") and history.step < 20
+        only_lasts = not harm and _stays_above(history, self.limit("lasting"))
+        if only_lasts:
+            harm = ", and all others of the first 20 do likewise, so that they overwrite the weights"
         if not (harm or is_certain):
             return
         lr = initial_lr(history)
@@ -120,7 +127,7 @@ class LearningRateTooHigh(Detector):
             else "made the weights infinite"
         )
         finding = self.finding(
-            "critical",
+            "warning" if only_lasts else "critical",
             int(ratios.steps[is_large][0]),
             f"The learning rate {_text(lr)} is too high: at step {step:,} one update {change}{harm}.",
             _remedy(lr, high, has_schedule=has_scheduler(history)),
@@ -128,6 +135,13 @@ class LearningRateTooHigh(Detector):
             confidence=0.95 if harm and high > self.limit("certain") else 0.85,
         )
         yield replace(finding, waits=not high > self.limit("at_once"))
+
+
+def _stays_above(history: History, limit: float) -> bool:
+    """Return whether all checked updates of the first 20 steps, of all weights and of the median matrix, are larger."""
+    curves = (update_ratios(history), history.curve("training_checks/update_ratio_median"))
+    values = [curve.between(1, 20) for curve in curves]
+    return min(map(len, values)) >= 5 and history.step >= 20 and all(bool((item > limit).all()) for item in values)
 
 
 def _follows_a_jump(history: History, step: int, limit: float) -> bool:
@@ -220,6 +234,7 @@ class LearningRateTooLow(Detector):
         "ratio": Threshold(1e-4, "10 times below the usual 1e-3; only counts if the loss does not fall"),
         "certain": Threshold(5e-6, "about 1e5 steps would be needed to replace the weights"),
         "fall": Threshold(0.03, "a training that works falls by more within 50 steps"),
+        "constant": Threshold(0.9, "of the loss of the best constant, as an alternative to the fall"),
         "clipped": Threshold(0.1, "of the gradient norm that is left; then clipping is the cause"),
     }
     needs = ("training_checks", "parameter_norms")
@@ -246,7 +261,8 @@ class LearningRateTooLow(Detector):
             return
         highest = float(values.max())
         at_once = highest < self.limit("certain") and not has_scheduler(history)
-        is_slow = highest < self.limit("ratio") and history.step >= 50 and loss_fall(history) < self.limit("fall")
+        hardly_learns = loss_fall(history) < self.limit("fall") or compared(history)[0] > self.limit("constant")
+        is_slow = highest < self.limit("ratio") and history.step >= 50 and hardly_learns
         if not (at_once or is_slow):
             return
         clipped = median_of(history.curve("training_checks/clip_factor").values)

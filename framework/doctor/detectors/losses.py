@@ -11,7 +11,17 @@ from ...hooks import Severity
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
-from ..levels import CHECKS, end_level, falls_short, loss_fall, median_of, start_level, uniform_loss, update_ratios
+from ..levels import (
+    CHECKS,
+    compared,
+    end_level,
+    falls_short,
+    loss_fall,
+    median_of,
+    start_level,
+    uniform_loss,
+    update_ratios,
+)
 from .learning_rates import is_warming_up
 
 
@@ -417,23 +427,23 @@ class TargetsNotProbabilities(Detector):
 
 @DetectorRegistry.register
 class NormalisedOverRows(LossGraphDetector):
-    """Finds a log-softmax over the batch instead of the classes."""
+    """Finds a softmax over the batch, in the model or in the loss."""
 
     name = "softmax-over-batch"
     symptom = "The loss falls, but the accuracy stays low"
     cause = (
-        "The log-softmax of the loss runs over the rows of the batch, dim=0, so that rows compete and not classes. Use "
-        "dim=-1, or cross_entropy on the logits."
+        "A softmax runs over the rows of the batch, dim=0, so that rows compete, and not classes of the loss or "
+        "positions of an attention: the output for a row depends on the others. Use dim=-1, or cross_entropy on logits."
     )
     source = "torch.nn.functional.log_softmax: dim"
-    applies_to = "cross-entropies over a matrix of logits that is not square"
+    applies_to = "cross-entropies over a matrix of logits that is not square, and softmax operations of the model"
     explains = frozenset({"loss-not-falling", "no-better-than-uniform", "outputs-ignore-inputs", "initial-loss-high"})
     metric = "normalised_over_rows"
     why = (
-        "The log-softmax of the loss runs over the rows of the batch and not over the classes, so that the rows "
-        "compete for each class."
+        "A softmax, of the model or in the loss, runs over the rows of the batch and not over classes or positions, so "
+        "that the rows compete with each other, and single rows get other outputs than batches."
     )
-    remedy = "Use log_softmax(logits, dim=-1), or cross_entropy(logits, targets)."
+    remedy = "Use dim=-1 (or dim=1 for positions) in softmax and log_softmax, or cross_entropy(logits, targets)."
     confidence = 0.95
 
 
@@ -828,7 +838,7 @@ class NoBetterThanFrequencies(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last checked losses are those of predicting the frequencies of their batches."""
-        if not history.last(f"{CHECKS}/class_count") > 1:
+        if not history.last(f"{CHECKS}/class_count") > 1 or is_warming_up(history):
             return
         ratio, last, entropy = compared(history, int(self.limit("steps")), int(self.limit("checks")))
         if not self.limit("share") < ratio < 1.1 or entropy > self.limit("even") * uniform_loss(history):
@@ -844,29 +854,6 @@ class NoBetterThanFrequencies(Detector):
             Evidence(f"{CHECKS}/term_loss", last, self.limit("share") * entropy, f"far below {entropy:.3g}"),
             confidence=0.5,
         )
-
-
-def compared(history: History, steps: int = 200, checks: int = 3) -> tuple[float, float, float]:
-    """Return the ratio of the loss of the outputs and of the best constant, on the last checked batches, and both.
-
-    All are NaN before ``steps``.
-
-    Args:
-        history: the record.
-        steps: the first step at which the result counts, later for a training that is planned to be long.
-        checks: the number of batches of which the result is the median.
-    """
-    of_outputs, of_constant = (history.curve(f"{CHECKS}/{name}") for name in ("term_loss", "constant_loss"))
-    last_step = history.loss.last_step
-    patience = 0 if history.is_over else 0.2 * (history.planned_steps or 1500)
-    if last_step < max(steps, patience) or is_warming_up(history) or len(of_outputs) != len(of_constant):
-        return math.nan, math.nan, math.nan
-    is_late = (of_constant.steps > 0.25 * last_step) & (of_constant.values > 0)
-    losses, constants = of_outputs.values[is_late], of_constant.values[is_late]
-    if len(constants) < checks:
-        return math.nan, math.nan, math.nan
-    # Of the same batches, so that the differences between them cancel.
-    return median_of((losses / constants)[-checks:]), median_of(losses[-checks:]), median_of(constants)
 
 
 NEAR_MEAN = 2.0
@@ -900,7 +887,7 @@ class NoBetterThanMean(Detector):
         """Return a finding if the last checked losses are those of predicting the mean of their batches."""
         ratio, last, variance = compared(history, int(self.limit("steps")), int(self.limit("checks")))
         is_term = history.last(f"{CHECKS}/loss_has_terms") > 0
-        if is_term or history.last(f"{CHECKS}/class_count") > 0:
+        if is_term or history.last(f"{CHECKS}/class_count") > 0 or is_warming_up(history):
             return
         if not (self.limit("share") < ratio < NEAR_MEAN or ratio > self.limit("worse")):
             return

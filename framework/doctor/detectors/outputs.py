@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
-from .levels import CHECKS, end_level, falls_short, loss_fall, median_of, start_level, uniform_loss
-from .losses import compared, validation_loss
+from ..levels import CHECKS, compared, end_level, falls_short, loss_fall, median_of, start_level, uniform_loss
+from .learning_rates import is_warming_up
+from .losses import validation_loss
 
 SCORES = frozenset(
     {"acc", "accuracy", "f1", "iou", "miou", "dice", "recall", "precision", "bleu", "jaccard", "exact", "em", "auc"}
@@ -57,7 +58,7 @@ class OutputsIgnoreInputs(Detector):
         ratio, loss, constant = compared(history)
         if math.isnan(ratio) and history.step >= LEAST_STEPS and falls_short(history, 1 - self.limit("share")):
             ratio, loss, constant = 1.0, end_level(history.loss), start_level(history.loss)
-        if not (variation < self.limit("variation") and ratio > self.limit("share")):
+        if is_warming_up(history) or not (variation < self.limit("variation") and ratio > self.limit("share")):
             return
         is_term = history.last(f"{CHECKS}/loss_has_terms") > 0
         remedy = (

@@ -7,7 +7,7 @@ from ...errors import counted, listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from .levels import loss_fall
+from ..levels import loss_fall
 
 
 def names_text(fact: Mapping[str, Any]) -> str:

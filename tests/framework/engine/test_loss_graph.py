@@ -532,3 +532,11 @@ def test_large_targets_are_sampled() -> None:
     found = describe_loss(F.mse_loss(outputs.sigmoid(), targets))
     assert found.unreachable_fraction == 0
     assert found.constant_loss == pytest.approx(F.mse_loss(targets, targets.mean(0).expand(2, -1)).item(), rel=0.1)
+
+
+@pytest.mark.parametrize(("dim", "length", "expected"), [(0, 6, True), (1, 6, False), (0, ROWS, False)])
+def test_attention_over_rows_is_found(dim: int, length: int, expected: bool) -> None:
+    """A softmax whose first dimension is that of the rows; with as many positions as rows it is unknown."""
+    scores = nn.Parameter(torch.randn(ROWS, length))
+    outputs = (scores.softmax(dim)[..., None] * torch.randn(ROWS, length, CLASSES)).sum(1)
+    assert describe_loss(F.cross_entropy(outputs, TARGETS)).is_normalised_over_rows is expected
