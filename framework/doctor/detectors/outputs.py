@@ -37,6 +37,7 @@ class OutputsIgnoreInputs(Detector):
     applies_to = "cross-entropies, binary ones and losses of numbers, on the CPU, after 200 steps"
     thresholds = {
         "variation": Threshold(0.002, "of the targets; outputs that use their inputs vary by a hundred times more"),
+        "of_term": Threshold(0.02, "the same where other terms compete, which leave a little; it explains 2 % at most"),
         "share": Threshold(0.97, "of the loss of the best constant, below which the outputs are useful"),
     }
     needs = (CHECKS,)
@@ -58,9 +59,10 @@ class OutputsIgnoreInputs(Detector):
         ratio, loss, constant = compared(history)
         if math.isnan(ratio) and history.step >= LEAST_STEPS and falls_short(history, 1 - self.limit("share")):
             ratio, loss, constant = 1.0, end_level(history.loss), start_level(history.loss)
-        if is_warming_up(history) or not (variation < self.limit("variation") and ratio > self.limit("share")):
-            return
         is_term = history.last(f"{CHECKS}/loss_has_terms") > 0
+        limit = self.limit("of_term" if is_term else "variation")
+        if is_warming_up(history) or not (variation < limit and ratio > self.limit("share")):
+            return
         remedy = (
             "Feed two different rows and look where their activations become equal: a mask (True means 'take part' in "
             "scaled_dot_product_attention), a multiplication by 0, dead units."
@@ -72,11 +74,11 @@ class OutputsIgnoreInputs(Detector):
             )
         yield self.finding(
             "warning",
-            curve.first_step_where(curve.values < self.limit("variation")) or curve.last_step,
+            curve.first_step_where(curve.values < limit) or curve.last_step,
             f"The outputs are the same for all rows: they vary by {variation:.1g} of what the targets vary, and their "
             f"loss of {loss:.3g} is no better than that of a constant, {constant:.3g}.",
             remedy,
-            Evidence(curve_name("output_variation"), variation, self.limit("variation"), "above 0.1"),
+            Evidence(curve_name("output_variation"), variation, limit, "above 0.1"),
             Evidence(curve_name("term_loss"), loss, self.limit("share") * constant, f"far below {constant:.3g}"),
             confidence=0.8,
         )
