@@ -272,6 +272,7 @@ class InputsDrift(Detector):
         "score-contradicts-loss",
         "massive-activations",
     }
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the deviation of the last inputs is out of range and far from that of the first."""
