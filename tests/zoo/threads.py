@@ -103,12 +103,12 @@ def fewer_frames_than_labels(recorder: Recorder, is_broken: bool) -> None:
             super().__init__()
             self.conv, self.out = nn.Conv1d(16, 64, 5, stride, 2), nn.Linear(64, 11)
 
-        def forward(self, heard: Tensor) -> Tensor:
-            return self.out(self.conv(heard.transpose(1, 2)).transpose(1, 2).relu()).log_softmax(-1)
+        def forward(self, sound: Tensor) -> Tensor:
+            return self.out(self.conv(sound.transpose(1, 2)).transpose(1, 2).relu()).log_softmax(-1)
 
-    def loss(model: nn.Module, heard: Tensor, spoken: Tensor) -> Tensor:
-        outputs = model(heard).transpose(0, 1)
-        lengths = torch.full((len(heard),), len(outputs)), torch.full((len(heard),), 5)
+    def loss(model: nn.Module, sound: Tensor, spoken: Tensor) -> Tensor:
+        outputs = model(sound).transpose(0, 1)
+        lengths = torch.full((len(sound),), len(outputs)), torch.full((len(sound),), 5)
         return functional.ctc_loss(outputs, spoken, *lengths, zero_infinity=True)
 
     model = Speech()
