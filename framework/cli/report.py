@@ -1,13 +1,14 @@
 """The command ``loopscope report``: an HTML page that compares runs and works offline."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..console import place_text, result_line
 from ..durable_files import write_atomically
-from ..errors import listed
+from ..errors import counted
 from ..optional_packages import require_package
-from ..report import MARK, ShownRun, page_of, read_shown, run_labels
+from ..report import MARK, ShownRun, elided, page_of, read_shown, run_labels
 from ..runs import ATTACHED, require, run_folders
 from .parser import CommandParser, write_line
 from .plot import is_free
@@ -40,12 +41,22 @@ def report(words: Sequence[str]) -> None:
     require_package("plotly", "loopscope report")
     folders = {folder.resolve(): folder for run in given["RUN"] for folder in run_folders(Path(run), "report")}
     labels, most = run_labels([*folders]), given["most_mib"] * 2**20
-    runs = [read_shown(folder, label, most) for folder, label in zip(folders.values(), labels, strict=True)]
-    page = page_of(runs, [sentence_of(shown) for shown in runs], listed(labels, 3))
+    shorter = elided(labels)
+    runs = [read_shown(folder, label, most) for folder, label in zip(folders.values(), shorter, strict=True)]
+    for shown, name in zip(runs, labels, strict=True):
+        shown.name = name
+    page = page_of(runs, [sentence_of(shown) for shown in runs], title_of(labels, [*folders]))
     write_atomically(path, lambda file: file.write(page))
     for sentence in [problem for shown in runs for problem in shown.problems]:
         write_line(sentence)
     write_line(f"Wrote {path} ({len(page) / 1e6:.1f} MB); open it in a browser.")
+
+
+def title_of(labels: Sequence[str], folders: Sequence[Path]) -> str:
+    """Return the label of a single run, or the folder of several and their number."""
+    if len(labels) == 1:
+        return labels[0]
+    return f"{os.path.basename(os.path.commonpath(folders)) or 'Runs'}: {counted(len(labels), 'run')}"
 
 
 def sentence_of(shown: ShownRun) -> str:

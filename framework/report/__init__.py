@@ -6,7 +6,7 @@ from .diagnosis_section import diagnosis_words
 from .explanations import BRANCHES, departure_text, removed_text
 from .run_index import FoundRun, find_runs, inspect_run, read_run
 from .page import MARK, page_of
-from .panels import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, run_labels
+from .panels import elided, Look, Picture, hook_panels, hook_picture, matcher, metric_picture, run_labels
 from .plotting import plot, read_runs, save_picture, seeds_picture
 from .relevance import LOSSES, ordered
 from .run_reader import ShownRun, read_shown
@@ -23,6 +23,7 @@ __all__ = [
     "departure_text",
     "diagnosis_words",
     "differing_parts",
+    "elided",
     "find_runs",
     "hook_panels",
     "hook_picture",

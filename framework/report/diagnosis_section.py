@@ -1,16 +1,19 @@
 """The top of the page: the verdict about all runs, and the findings of each."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ..doctor import SEVERITIES, Diagnosis, Finding, evidence_text
 from ..errors import counted, listed
+from .relevance import FindingGroup, finding_groups
 from .run_reader import ShownRun
 from .run_styles import RunStyle
-from .tables import text
+from .tables import text, titled
 
 LONGEST_SENTENCE, LONGEST_STATE = 1000, 300
 MOST_OPEN = 3  # findings of the page with all details; the others are lines that open
-MOST_NAMED = 4  # runs in the verdict
+MOST_NAMED = 4  # runs or findings in the verdict
+MOST_MEMBERS = 8  # runs of a finding
+KINDS = ("critical", "warning", "unknown", "none")  # of runs, in their order
 SYMBOLS = {"critical": "✖", "warning": "▲", "info": "●", "none": "✔", "unknown": "?"}
 
 
@@ -20,20 +23,27 @@ def verdict_of(runs: Sequence[ShownRun]) -> tuple[str, str]:
         (diagnosis,) = (shown.diagnosis for shown in runs)
         first = f": {_name(diagnosis.findings[0])}" if diagnosis and _has_problem(diagnosis) else ""
         return severity_of(diagnosis), diagnosis_words(diagnosis) + first
-    severities = {shown.label: severity_of(shown.diagnosis) for shown in runs}
+    groups = [group for group in finding_groups(runs) if group.finding.severity != "info"]
     unchecked = [
         shown.label for shown in runs if shown.diagnosis is not None and severity_of(shown.diagnosis) == "unknown"
     ]
-    named = [f"{shown.label} ({_most_important(shown.diagnosis)})" for shown in runs if _has_problem(shown.diagnosis)]
     unread = [shown.label for shown in runs if shown.diagnosis is None]
     unknown = f" {counted(len(unread), 'run')} could not be diagnosed: {listed(unread, MOST_NAMED)}." if unread else ""
     unknown += f" {counted(len(unchecked), 'run')} not checked: {listed(unchecked, MOST_NAMED)}." if unchecked else ""
-    if not named:
+    if not groups:
         checked = len(runs) - len(unread) - len(unchecked)
         good = f"No problem was found in {counted(checked, 'run')}." if checked else ""
         return "unknown" if unknown else "none", (good + unknown).strip()
-    worst = "critical" if "critical" in severities.values() else "warning"
-    return worst, f"Problems in {len(named)} of {len(runs)} runs: {listed(named, MOST_NAMED)}.{unknown}"
+    affected = {index for group in groups for index, _ in group.members}
+    named = [f"{_name(group.finding)} ({group.finding.severity}, {_where(group, runs)})" for group in groups]
+    problems = "; ".join(named[:MOST_NAMED])
+    more = f"; {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+    return groups[0].finding.severity, f"Problems in {len(affected)} of {len(runs)} runs: {problems}{more}.{unknown}"
+
+
+def _where(group: FindingGroup, runs: Sequence[ShownRun]) -> str:
+    """Return the run of a finding, or their number."""
+    return counted(len(group.members), "run") if len(group.members) > 1 else runs[group.members[0][0]].label
 
 
 def severity_of(diagnosis: Diagnosis | None) -> str:
@@ -47,11 +57,6 @@ def severity_of(diagnosis: Diagnosis | None) -> str:
 
 def _has_problem(diagnosis: Diagnosis | None) -> bool:
     return severity_of(diagnosis) in ("critical", "warning")
-
-
-def _most_important(diagnosis: Diagnosis | None) -> str:
-    """Return severity and name of the first finding."""
-    return f"{diagnosis.findings[0].severity}: {_name(diagnosis.findings[0])}" if diagnosis else ""
 
 
 def _name(finding: Finding) -> str:
@@ -72,7 +77,7 @@ def diagnosis_words(diagnosis: Diagnosis | None) -> str:
 def run_cards(
     runs: Sequence[ShownRun], sentences: Sequence[str], styles: Sequence[RunStyle], charted: Collection[int]
 ) -> str:
-    """Return a card per run with its state and its findings, in the order of the runs; findings are numbered.
+    """Return the findings, numbered and the most severe first, and the state of each run.
 
     Args:
         runs: the runs of the page.
@@ -80,11 +85,29 @@ def run_cards(
         styles: the styles of the runs.
         charted: the numbers of findings with a chart.
     """
-    opened, cards, number = _opened(runs), [], 1
-    for shown, sentence, style in zip(runs, sentences, styles, strict=True):
-        cards.append(_card(shown, sentence, style, _findings(shown.diagnosis, number, opened, charted), len(runs) == 1))
-        number += len(shown.diagnosis or ())
-    return "".join(cards) + _unchecked(runs)
+    groups = finding_groups(runs)
+    problems = [group for group in groups if group.finding.severity != "info"]
+    opened = [group.number for group in problems[:MOST_OPEN]]
+    where = {group.number: _members(group, runs, styles) if len(runs) > 1 else "" for group in groups}
+    findings = _list(problems, where, opened, charted)
+    remarks = [group for group in groups if group.finding.severity == "info"]
+    if remarks:
+        content = _list(remarks, where, [group.number for group in remarks], charted)
+        findings += _folded(counted(len(remarks), "remark"), content)
+    by_severity = sorted(range(len(runs)), key=lambda index: KINDS.index(severity_of(runs[index].diagnosis)))
+    cards = "".join(_card(runs[index], sentences[index], styles[index], len(runs) == 1) for index in by_severity)
+    cards = f'<div class="runs">{cards}</div>'
+    return f"{cards if len(runs) == 1 else ''}{findings}{'' if len(runs) == 1 else cards}{_unchecked(runs)}"
+
+
+def _members(group: FindingGroup, runs: Sequence[ShownRun], styles: Sequence[RunStyle]) -> str:
+    """Return the runs with a finding."""
+    names = [
+        f"<span{titled(runs[index])}>{styles[index].swatch}{text(runs[index].label)}</span>"
+        for index, _ in group.members
+    ]
+    more = f"<span>{len(names) - MOST_MEMBERS} more</span>" if len(names) > MOST_MEMBERS else ""
+    return f'<p class="members">{"".join(names[:MOST_MEMBERS])}{more}</p>'
 
 
 def _unchecked(runs: Sequence[ShownRun]) -> str:
@@ -100,52 +123,33 @@ def _unchecked(runs: Sequence[ShownRun]) -> str:
     return _folded("What the diagnosis could not check", "".join(lines)) if lines else ""
 
 
-def _opened(runs: Sequence[ShownRun]) -> frozenset[int]:
-    """Return the numbers of the findings with all details: the first of each run, or the first ones of a single run."""
-    ranked, number = [], 1
-    for shown in runs:
-        diagnosis = list(shown.diagnosis or ())
-        problems = [place for place, finding in enumerate(diagnosis, number) if finding.severity != "info"]
-        ranked += [(rank, place) for rank, place in enumerate(problems)]
-        number += len(diagnosis)
-    firsts = [place for rank, place in ranked if rank == 0]
-    return frozenset((firsts if len(firsts) > 1 else [place for _, place in ranked])[:MOST_OPEN])
-
-
-def _card(shown: ShownRun, sentence: str, style: RunStyle, findings: str, is_only: bool) -> str:
+def _card(shown: ShownRun, sentence: str, style: RunStyle, is_only: bool) -> str:
     kind = severity_of(shown.diagnosis)
     verdict = "" if is_only else f'<p class="result">{badge(kind, diagnosis_words(shown.diagnosis))}</p>'
-    heading = f"<h3>{style.swatch}{text(shown.label)}</h3>"
-    state = f'<p class="state">{text(sentence, LONGEST_STATE)}</p>'
-    return f'<article class="run {kind}">{heading}{verdict}{state}{findings}</article>'
-
-
-def _findings(diagnosis: Diagnosis | None, number: int, opened: Collection[int], charted: Collection[int]) -> str:
-    """Return the findings: problems, with or without all details, and folded remarks."""
-    if diagnosis is None:
-        return ""
-    numbered = list(enumerate(diagnosis, number))
-    problems = [(place, finding) for place, finding in numbered if finding.severity != "info"]
-    remarks = [(place, finding) for place, finding in numbered if finding.severity == "info"]
-    html = _list(problems, opened, charted)
-    if remarks:
-        html += _folded(counted(len(remarks), "remark"), _list(remarks, [place for place, _ in remarks], charted))
-    return html
+    heading = f"<h3{titled(shown)}>{style.swatch}{text(shown.label)}</h3>"
+    name = f"{shown.run.record.experiment}/{shown.run.record.strategy}: " if shown.run.record else ""
+    state = sentence if is_only else sentence.removeprefix(name)
+    return f'<article class="run {kind}">{heading}{verdict}<p class="state">{text(state, LONGEST_STATE)}</p></article>'
 
 
 def _folded(title: str, content: str) -> str:
     return f"<details><summary>{text(title)}</summary>{content}</details>"
 
 
-def _list(numbered: Sequence[tuple[int, Finding]], opened: Collection[int], charted: Collection[int]) -> str:
+def _list(
+    groups: Sequence[FindingGroup], where: Mapping[int, str], opened: Collection[int], charted: Collection[int]
+) -> str:
+    """Return findings as a list; some have all details, the others are lines that open."""
     items = "".join(
-        _finding(number, finding, is_open=number in opened, has_chart=number in charted) for number, finding in numbered
+        _finding(group, where[group.number], is_open=group.number in opened, has_chart=group.number in charted)
+        for group in groups
     )
     return f'<ol class="findings">{items}</ol>' if items else ""
 
 
-def _finding(number: int, finding: Finding, *, is_open: bool, has_chart: bool) -> str:
-    """Return a finding: severity, name, first step and confidence; why, next, and the measured values."""
+def _finding(group: FindingGroup, where: str, *, is_open: bool, has_chart: bool) -> str:
+    """Return a finding: severity, name, first step and confidence; its runs, why, next, and the measured values."""
+    number, finding = group.number, group.finding
     when = f"from step {finding.step:,}" if finding.step else "before the first step"
     name = _name(finding)
     about = f"{when} · {finding.confidence:.0%} certain" if is_open else when
@@ -155,10 +159,10 @@ def _finding(number: int, finding: Finding, *, is_open: bool, has_chart: bool) -
     )
     button = f'<button type="button" class="jump" data-finding="{number}" disabled>Show chart</button>'
     body = "".join(_lines(finding, button if has_chart else ""))
-    content = f'<div class="head">{head}</div>{body}'
+    content = f'<div class="head">{head}</div>{where}{body}'
     if not is_open:
         certain = f'<p class="about">{finding.confidence:.0%} certain</p>'
-        content = f'<details><summary class="head">{head}</summary>{certain}{body}</details>'
+        content = f'<details><summary class="head">{head}</summary>{certain}{where}{body}</details>'
     return f'<li class="finding {finding.severity}" id="finding-{number}" value="{number}">{content}</li>'
 
 
@@ -172,4 +176,5 @@ def _lines(finding: Finding, button: str) -> Iterator[str]:
 
 def badge(kind: str, words: str) -> str:
     """Return a label with the symbol and the colour of a severity."""
-    return f'<span class="badge {kind}"><span aria-hidden="true">{SYMBOLS[kind]}</span> {text(words)}</span>'
+    symbol = f'<span aria-hidden="true">{SYMBOLS[kind]}</span>'
+    return f'<span class="badge {kind}">{symbol} {text(words, LONGEST_SENTENCE)}</span>'

@@ -24,7 +24,7 @@ from .result_table import result_table
 from .run_reader import ShownRun, ThinnedRows
 from .run_styles import RunStyle, styles_of
 from .seeds import mean_curve
-from .tables import cells, table, text
+from .tables import cells, table, text, titled
 
 LARGEST_PAGE = 8_000_000
 MOST_PIXELS, FEWEST_PIXELS, PIXELS_PER_ROW = 1000, 4, 5
@@ -77,8 +77,8 @@ def legend_of(drawn: Sequence[ShownRun], styles: Sequence[RunStyle]) -> str:
     """Return the legend of all charts, whose boxes hide and show runs."""
     names = [f"{run.label} (treated: {run.treatments})" if run.treatments else run.label for run in drawn]
     return "".join(
-        f'<label><input type="checkbox" checked disabled>{style.swatch}<span>{text(name)}</span></label>'
-        for name, style in zip(names, styles, strict=True)
+        f'<label{titled(run)}><input type="checkbox" checked disabled>{style.swatch}<span>{text(name)}</span></label>'
+        for run, name, style in zip(drawn, names, styles, strict=True)
     )
 
 

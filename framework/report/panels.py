@@ -25,6 +25,7 @@ DASHES: Sequence[str | tuple[float, Sequence[float]]] = ("solid", (0, (4, 1.5)),
 NEAREST = 4
 FEW = 3  # at most this many runs or patterns are part of a file name
 MOST_PANELS = 24
+LONGEST_LABEL = 24  # the common parts of longer names of runs are cut
 MOST_CURVES = len(COLOURS) * len(DASHES)
 DECADES = 3  # by default a vertical axis is logarithmic if positive values span more decades
 
@@ -150,6 +151,25 @@ def run_labels(folders: Sequence[Path]) -> list[str]:
         if chosen[0] and len(set(map(tuple, chosen))) == len(folders):
             break
     return ["/".join(parts) for parts in chosen]
+
+
+def elided(labels: Sequence[str]) -> list[str]:
+    """Return labels without their common beginning and end, cut between words; short ones stay as they are.
+
+    >>> elided(["llama3-8b-sft-cosine-lr1-s0", "llama3-8b-sft-cosine-lr3-s0"])
+    ['…lr1…', '…lr3…']
+    >>> elided(["plain", "plain-2"])
+    ['plain', 'plain-2']
+    """
+    if len(labels) < 2 or max(map(len, labels)) <= LONGEST_LABEL:
+        return list(labels)
+    words = [re.findall(r"[^-_/\s]+[-_/\s]*|[-_/\s]+", label) for label in labels]
+    fewest = min(map(len, words)) - 1
+    first = next((at for at in range(fewest) if len({line[at] for line in words}) > 1), fewest)
+    last = next((at for at in range(fewest - first) if len({line[-1 - at] for line in words}) > 1), fewest - first)
+    cut = ["".join(line[first : len(line) - last]) for line in words]
+    start, end = "…" if first else "", "…" if last else ""
+    return [f"{start}{text.rstrip('-_/ ') if end else text}{end}" for text in cut]
 
 
 def common_title(runs: Sequence[RecordedRun]) -> str:

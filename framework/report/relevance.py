@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..doctor import Finding
+from ..doctor import SEVERITIES, Finding
 from ..hooks import HookRegistry
 from .run_reader import ShownRun
 
@@ -138,17 +138,40 @@ def _finite(limit: float | None) -> float | None:
     return limit if limit is not None and math.isfinite(limit) else None
 
 
-def finding_marks(runs: Sequence[ShownRun], order: MetricOrder) -> Iterator[dict[str, Any]]:
-    """Yield the findings of all runs as plain values for the charts, numbered over the page."""
-    names = dict.fromkeys(order.names, 0)
-    number = 0
+@dataclass(frozen=True)
+class FindingGroup:
+    """A finding of one or more runs, with its number on the page; the details are those of the first run."""
+
+    number: int
+    finding: Finding
+    members: Sequence[tuple[int, Finding]]
+    """The places of the runs, and their findings."""
+
+
+def finding_groups(runs: Sequence[ShownRun]) -> list[FindingGroup]:
+    """Return the findings of all runs, equal ones together, the most severe and most frequent first.
+
+    Those of a single run keep the order of its diagnosis, in which consequences follow their causes.
+    """
+    members: dict[tuple[str, str], list[tuple[int, Finding]]] = {}
     for index, shown in enumerate(runs):
         for finding in shown.diagnosis or ():
-            number += 1
+            members.setdefault((finding.severity, finding.id), []).append((index, finding))
+    groups = [*members.values()]
+    if len(runs) > 1:
+        groups.sort(key=lambda group: (-SEVERITIES.index(group[0][1].severity), -len(group)))
+    return [FindingGroup(number, group[0][1], group) for number, group in enumerate(groups, 1)]
+
+
+def finding_marks(runs: Sequence[ShownRun], order: MetricOrder) -> Iterator[dict[str, Any]]:
+    """Yield the findings of all runs as plain values for the charts, with their numbers on the page."""
+    names = dict.fromkeys(order.names, 0)
+    for group in finding_groups(runs):
+        for index, finding in group.members:
             pairs = [(recorded_name(item.metric, names), item.limit) for item in finding.evidence]
             metrics = [{"name": name, "limit": _finite(limit)} for name, limit in pairs if name]
             yield {
-                "number": number,
+                "number": group.number,
                 "run": index,
                 "severity": finding.severity,
                 "step": finding.step,

@@ -11,7 +11,7 @@ from .comparison import differing_parts
 from .relevance import LOSSES, direction_of, validation_numbers
 from .run_reader import ShownRun
 from .run_styles import RunStyle
-from .tables import scrolled, text
+from .tables import scrolled, text, titled
 
 TRAINING_LOSS = "training loss"
 MOST_NUMBERS, MOST_SETTINGS, LONGEST_SETTING = 4, 4, 24
@@ -41,7 +41,7 @@ def result_table(runs: Sequence[ShownRun], styles: Sequence[RunStyle]) -> str:
     results = {name: [_result(shown, name, heading) for shown in runs] for heading, name in names.items()}
     rows = []
     for index, (shown, style) in enumerate(zip(runs, styles, strict=True)):
-        cells = [f'<th scope="row">{style.swatch}{text(shown.label)}</th>', _cell(_steps(shown))]
+        cells = [f'<th scope="row"{titled(shown)}>{style.swatch}{text(shown.label)}</th>', _cell(_steps(shown))]
         for name in names.values():
             is_best = len(runs) > 1 and index == _best_run(name, results[name])
             cells.append(_number_cell(results[name][index], is_best=is_best))

@@ -53,6 +53,7 @@ class ShownRun:
 
     label: str
     run: FoundRun
+    name: str = ""  # the full name, where the label lacks the parts that all runs share
     points: dict[str, tuple["array[float]", "array[float]"]] = field(default_factory=dict)  # steps and values
     lists: dict[str, ThinnedRows] = field(default_factory=dict)
     last: tuple[int, int] | None = None  # epoch and step of the last emit

@@ -19,6 +19,11 @@ def text(value: object, most: int = LONGEST_CELL) -> str:
     return html.escape("".join(character if character.isprintable() else "?" for character in shown))
 
 
+def titled(shown: Any) -> str:
+    """Return an attribute with the full name of a run whose label is shorter; empty if it is not."""
+    return f' title="{text(shown.name)}"' if shown.name not in ("", shown.label) else ""
+
+
 def table(
     title: str,
     heading: Sequence[str],

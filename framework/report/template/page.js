@@ -1,5 +1,5 @@
 "use strict";
-const FIRST = 4, MOST_CHARTS = 24, MOST_TABLE_ROWS = 2000, MOST_SHAPES = 200, PAPER = 660, DECADES = 2, HEIGHT = 248, NEAR = 0.05;
+const FIRST = 4, MOST_CHARTS = 24, MOST_TABLE_ROWS = 2000, MOST_SHAPES = 200, PAPER = 660, DECADES = 2, HEIGHT = 248, NEAR = 0.12, MOST_NUMBERS = 3, DIGITS = 4;
 const at = id => document.getElementById(id);
 // Text of runs enters the page only in these two ways: as a text node, or escaped in Plotly's labels.
 const make = (tag, text, settings) => Object.assign(document.createElement(tag), text === undefined ? {} : {textContent: text}, settings);
@@ -141,10 +141,32 @@ function numbersOf(byStep, metric, colour) {
     if (last && place(step) - last.x < NEAR * width) last.numbers.push(...numbers);
     else labels.push({x: place(step), numbers, colour: colour(byStep.get(step)[0].severity)});
   }
+  const anchor = x => x < Math.min(...ends) + 0.1 * width ? "left" : x > Math.max(...ends) - 0.1 * width ? "right" : "center";
   return labels.map(({x, numbers, colour: fill}) => ({
-    x, y: 1, xref: "x", yref: "paper", yanchor: "bottom", showarrow: false, text: `<b>${[...new Set(numbers)].sort((one, other) => one - other).join(", ")}</b>`,
+    x, y: 1, xref: "x", yref: "paper", xanchor: anchor(x), yanchor: "bottom", showarrow: false, text: `<b>${listed([...new Set(numbers)].sort((one, other) => one - other))}</b>`,
     bgcolor: fill, borderpad: 2, font: {size: 10, color: getComputedStyle(document.documentElement).getPropertyValue("--back").trim()},
   }));
+}
+
+// At most a few numbers, so that a label does not cover its neighbours.
+const listed = numbers => numbers.slice(0, MOST_NUMBERS).join(", ") + (numbers.length > MOST_NUMBERS ? ` +${numbers.length - MOST_NUMBERS}` : "");
+
+// The steps of the visible curves and alerts; labels of findings do not widen it, and a single step has a neighbourhood.
+function stepsOf(metric) {
+  const ends = [...metric.curves, ...metric.maps].filter(item => !isHidden(item.run) && item.steps.length).flatMap(item => [item.steps[0], item.steps.at(-1)]);
+  if (!ends.length) return null;
+  const place = step => state.logX ? Math.log10(Math.max(step, 0.5)) : step;
+  const [least, largest] = [place(Math.min(...ends)), place(Math.max(...ends))];
+  const room = least === largest ? (state.logX ? 0.1 : 0.5) : 0.03 * (largest - least);
+  return [least - room, largest + room];
+}
+
+// Ticks of an axis whose values are all equal: that value with a few digits.
+function onlyValue(values) {
+  const all = new Set(values);
+  if (all.size !== 1) return {};
+  const [value] = all;
+  return {tickmode: "array", tickvals: [value], ticktext: [String(Number(value.toPrecision(DIGITS)))]};
 }
 
 function isWithin(metric, limit) {
@@ -162,13 +184,13 @@ function layoutOf(metric) {
   const style = getComputedStyle(document.documentElement), colour = name => style.getPropertyValue(name).trim();
   const axis = {automargin: true, gridcolor: colour("--line"), zerolinecolor: colour("--line"), showspikes: true, spikemode: "across", spikethickness: 1, spikecolor: colour("--faint"), exponentformat: "power", minexponent: 4};
   const range = state.range && (state.logX ? state.range.map(step => Math.log10(Math.max(step, 0.5))) : state.range);
-  const found = findingMarks(metric);
+  const found = findingMarks(metric), visible = metric.curves.filter(curve => !isHidden(curve.run) && curve.steps.length);
   const layout = {
     annotations: found.annotations,
     height: HEIGHT, margin: {l: 52, r: 8, t: 20, b: 36}, hovermode: "x", showlegend: false, font: {size: 11, color: colour("--text"), family: "system-ui, -apple-system, Segoe UI, Roboto, Arial, sans-serif"},
     paper_bgcolor: colour("--back"), plot_bgcolor: colour("--back"),
-    xaxis: {...axis, title: {text: "step", standoff: 4}, type: state.logX ? "log" : "linear", ...(range ? {range} : {autorange: true})},
-    yaxis: {...axis, type: isLog(metric) ? "log" : "linear", autorange: true},
+    xaxis: {...axis, title: {text: "step", standoff: 4}, type: state.logX ? "log" : "linear", ...(range || stepsOf(metric) ? {range: range || stepsOf(metric)} : {autorange: true}), ...onlyValue(visible.flatMap(curve => [curve.steps[0], curve.steps.at(-1)]))},
+    yaxis: {...axis, type: isLog(metric) ? "log" : "linear", autorange: true, ...onlyValue(visible.flatMap(curve => curve.values).filter(value => typeof value === "number"))},
     yaxis2: {overlaying: "y", range: [0, 1], visible: false, fixedrange: true},
     shapes: [...phases(), ...found.shapes], width: state.printed ? PAPER : undefined,
   };

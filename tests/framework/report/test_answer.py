@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from loopscope.doctor import Curve, diagnose
+from loopscope.doctor import Curve, Diagnosis, Finding, diagnose
 from loopscope.hooks import ALERTS
-from loopscope.report import ordered
+from loopscope.report import FoundRun, ShownRun, ordered
+from loopscope.report.diagnosis_section import verdict_of
+from loopscope.report.relevance import finding_groups
 from loopscope.report.run_reader import read_shown
 from loopscope.report.run_styles import COLOURS, RunStyle
 from loopscope.runs import read_history
@@ -23,7 +25,8 @@ def runs(tmp_path: Path) -> list[Path]:
 
 def test_verdict_comes_before_everything(runs: list[Path]) -> None:
     text = reported(*runs).text
-    assert "Problems in 1 of 2 runs: faulty (warning: parameters without optimizer)." in text[:150]
+    found = "parameters without optimizer (warning, faulty); loss spike (warning, faulty)"
+    assert f"Problems in 1 of 2 runs: {found}." in text[:200]
     assert text.index("Diagnosis") < text.index("Results") < text.index("Curves") < text.index("More curves")
     assert "healthy ✔ No problem was found." in text
 
@@ -41,6 +44,56 @@ def test_finding_has_all_its_parts(runs: list[Path]) -> None:
 def test_page_and_doctor_have_equal_findings(runs: list[Path]) -> None:
     for folder in runs:
         assert read_shown(folder, "a", 2**20).diagnosis == diagnose(read_history(folder))
+
+
+NAMES = [f"llama3-8b-sft-openhermes-2p5-packed-cosine-lr{rate}-s{seed}" for rate in (1, 3) for seed in range(6)]
+
+
+def many_runs(root: Path) -> list[Path]:
+    """Record 12 runs with long names, of which the last ones have findings."""
+    return [(faulty_run if index > 7 else healthy_run)(root, name) for index, name in enumerate(NAMES)]
+
+
+def test_long_names_are_cut_to_their_differences(tmp_path: Path) -> None:
+    """The title is the folder, and the full names are titles of elements."""
+    page = reported(*many_runs(tmp_path))
+    assert page.text.startswith("exp: 12 runs")
+    assert [run["label"] for run in page.data["runs"]] == [f"…{name[-5:]}".replace("…-", "…") for name in NAMES]
+    assert (
+        page.html.count(f'<label title="{NAMES[0]}">') == page.html.count(f'<th scope="row" title="{NAMES[0]}">') == 1
+    )
+
+
+def test_equal_findings_of_runs_are_one(tmp_path: Path) -> None:
+    """The verdict names each finding once, and so do the marks in the charts."""
+    page = reported(*many_runs(tmp_path))
+    verdict = "Problems in 4 of 12 runs: parameters without optimizer (warning, 4 runs); loss spike (warning, 4 runs)."
+    assert verdict in page.text
+    assert {mark["number"] for mark in page.data["findings"]} == {1, 2}
+    assert page.html.count('<li class="finding') == 2
+    assert page.text.index("…lr3-s5 ▲ 2 warnings") < page.text.index("…lr1-s0 ✔ No problem was found.")
+
+
+def test_severe_findings_come_first(tmp_path: Path) -> None:
+    """A critical finding of the last run precedes warnings of more runs, in the verdict and in the list."""
+    runs = [
+        shown_with("warning", "b"),
+        shown_with("warning", "b"),
+        shown_with("info", "c"),
+        shown_with("critical", "a"),
+    ]
+    groups = finding_groups(runs)
+    assert [(group.number, group.finding.id, len(group.members)) for group in groups] == [
+        (1, "a", 1),
+        (2, "b", 2),
+        (3, "c", 1),
+    ]
+    assert verdict_of(runs) == ("critical", "Problems in 3 of 4 runs: a (critical, a); b (warning, 2 runs).")
+
+
+def shown_with(severity: str, name: str) -> ShownRun:
+    finding = Finding(name, severity, 1, "why", "next")  # type: ignore[arg-type]
+    return ShownRun(name, FoundRun(Path(name), "completed"), diagnosis=Diagnosis([finding]))
 
 
 def test_findings_are_marked_in_charts(runs: list[Path]) -> None:
@@ -71,7 +124,7 @@ def test_metrics_without_meaning_keep_their_order() -> None:
 def test_results_have_last_best_and_settings(runs: list[Path]) -> None:
     text = reported(*runs).text.partition("Results")[2].partition("Curves")[0]
     assert "run steps training loss val_loss val_acc rate" in text
-    assert "faulty 8 1.2 best 1.2 at 8 1.7 best 1.7 at 8 0.8333 best 0.8333 at 8 0.2" in text
+    assert "faulty 8 1.2 1.7 0.8333 0.2" in text
 
 
 def test_sections_without_content_are_left_out(tmp_path: Path) -> None:
