@@ -128,7 +128,7 @@ def _card(shown: ShownRun, sentence: str, style: RunStyle, is_only: bool) -> str
     verdict = "" if is_only else f'<p class="result">{badge(kind, diagnosis_words(shown.diagnosis))}</p>'
     heading = f"<h3{titled(shown)}>{style.swatch}{text(shown.label)}</h3>"
     name = f"{shown.run.record.experiment}/{shown.run.record.strategy}: " if shown.run.record else ""
-    state = sentence if is_only else sentence.removeprefix(name)
+    state = sentence.removeprefix(name) if titled(shown) else sentence
     return f'<article class="run {kind}">{heading}{verdict}<p class="state">{text(state, LONGEST_STATE)}</p></article>'
 
 

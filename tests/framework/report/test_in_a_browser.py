@@ -424,7 +424,7 @@ def test_unusual_runs_are_drawn(page: Page, tmp_path: Path) -> None:
     (folders[6] / ALERTS).write_text(json.dumps({"epoch": 0, "step": -1, "hook": "m", "metric": "", "sentence": BAD}))
     with run_lock(folders[8]):
         report = reported(*folders)
-    assert "exp/running: still running, recorded up to epoch 0, step 3" in report.text
+    assert "exp/running: still running, recorded up to step 3" in report.text
     page.open(folders[0].parent / "page.html")
     assert not page.get("at('seeds').checkVisibility()")
     names = page.get("[...metrics.keys()]")

@@ -145,7 +145,7 @@ def test_damaged_and_empty_runs_are_partly_shown(tmp_path: Path, capsys) -> None
     assert report.curve("m/loss") == {1: 1.0, 2: 2.0}
     assert "only.jsonl cannot be read after 2 emits" in report.text
     assert "2 lines of" in report.text
-    assert "exp/only: damaged, recorded up to epoch 0, step 2." in report.text
+    assert "exp/only: damaged, recorded up to step 2." in report.text
     assert "exp/empty: killed, or ended without a summary" in report.text
     assert "experiment_config.json cannot be read: it is not JSON" in capsys.readouterr().out
 
