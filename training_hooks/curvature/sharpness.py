@@ -101,7 +101,7 @@ SPECTRUM = """
         | Typically a few are far above the rest, about as many as there are classes.
     {prefix}residuals | ‖Av − λv‖₂, v the Ritz vectors, A = {operator} | [0, ∞)
         | The operator has an eigenvalue within this distance of λ. Large: increase iterations.
-    {prefix}smallest_eigenvalue | smallest Ritz value of {operator} | (−∞, ∞)
+    {prefix}smallest_eigenvalue | smallest Ritz value of {operator}, an upper bound without an error | (−∞, ∞)
         | Below 0: a direction of negative curvature exists.
 """
 MOMENTS = """
