@@ -156,7 +156,9 @@ def harms(
         if metric == "size":  # weak evidence alone, so it has a stricter condition
             is_bad = run > HARMFUL_RATIO * max([*outcomes(earlier), *fresh])
         else:
-            is_bad = is_beyond(run, earlier) or (is_beyond(run, fresh) and run > middle + HARMFUL_SPREADS * spread)
+            is_bad = is_beyond(run, earlier) or (
+                is_beyond(run, fresh.tolist()) and run > middle + HARMFUL_SPREADS * spread
+            )
         if is_bad:
             medians = {name: median_outcome(value) for name, value in branch_values[metric].items()}
             by_chance = (int((fresh >= run).sum()) + 1) / (len(fresh) + 1)
