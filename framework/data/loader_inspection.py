@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ..state import Structure, copy_of_batch
+from ..state import Structure, copy_of_batch, script_settings
 from .generators import all_holders, attributes
 from .loaders import Batch, Loader, SourceOfRows
+
+_NO_BATCH = object()
 
 
 class CopyingLoader(Loader):
@@ -21,8 +23,15 @@ class CopyingLoader(Loader):
         self._loader = loader
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Yield copies of the loader's batches."""
-        return map(copy_of_batch, self._loader.batches(epoch, start))
+        """Yield copies of the loader's batches, which it reads with the settings of the script."""
+        with script_settings():
+            batches = iter(self._loader.batches(epoch, start))
+        while True:
+            with script_settings():
+                batch = next(batches, _NO_BATCH)
+            if batch is _NO_BATCH:
+                return
+            yield copy_of_batch(batch)
 
     def row_indices(self, epoch: int, start: int = 0) -> Iterator[Tensor] | None:
         """Return the numbers of the rows of the loader's batches."""

@@ -25,14 +25,7 @@ from ..hooks import (
     OptimizerGroup,
     RunDataContext,
 )
-from ..isolation import (
-    borrowed_buffers,
-    borrowed_extras,
-    borrowed_for_evaluation,
-    borrowed_gradients,
-    borrowed_modes,
-    borrowed_weights,
-)
+from ..isolation import borrowed_gradients, borrowed_modes, borrowed_weights, undone_pass
 from ..state import (
     StreamState,
     TrainingState,
@@ -42,7 +35,7 @@ from ..state import (
     optimizers_of,
     rounds_stochastically,
 )
-from ..tensors import Vector, resharded_afterwards
+from ..tensors import Vector
 from ..training import LossProbe, TrainingTask, without_graph
 from .commits import CommitRecord
 from .hook_set import HookSet
@@ -200,14 +193,12 @@ class HookCalls:
 
     def _isolated_target_grad(self, point: HookPoint) -> dict[str, Tensor] | None:
         """Return the experiment's target gradient if a due hook needs it, computed in isolation."""
-        loop, modules = self._state.loop, self._state.modules
+        loop = self._state.loop
         if not self._hooks.listeners.any_due("needs_target_grad", [point], loop.epoch, loop.step):
             return None
 
         def compute() -> dict[str, Tensor] | None:
-            # The experiment's code may change modes and buffers without restoring them.
-            modes, extras = borrowed_modes(modules, train=None), borrowed_extras(self._state)
-            with extras, borrowed_buffers(modules), modes, borrowed_gradients(modules), torch.enable_grad():
+            with undone_pass(self._state, clears_gradients=True), torch.enable_grad():
                 return self._task.target_grad(self._task.model)
 
         try:
@@ -278,8 +269,8 @@ class HookCalls:
         def restored() -> Iterator[None]:
             with (
                 torch.no_grad(),
-                self._state.streams.preserved(),
-                borrowed_for_evaluation(model, self._state.modules, optimizers_of(self._state)),
+                undone_pass(self._state, optimizers_of(self._state)),
+                borrowed_modes(model, train=False),
                 borrowed_weights(model, weights),
             ):
                 # The same stream as the run's evaluation after this step, so that both draw the same numbers.
@@ -303,7 +294,7 @@ def with_gradients_borrowed(state: TrainingState, function: Callable[[], Result]
 
 
 def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
-    """Run the model without gradients; modes, buffers, module hooks and random streams are restored.
+    """Run the model without gradients; the pass is undone.
 
     Captured outputs are copies, made before a later module can overwrite them. If a module is called several times, its
     last output is returned.
@@ -323,12 +314,8 @@ def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], trai
     def restored() -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(state.streams.preserved())
-            stack.enter_context(borrowed_buffers(state.modules))
-            if state.also:
-                stack.enter_context(borrowed_modes(state.modules, train=None))
+            stack.enter_context(undone_pass(state))
             stack.enter_context(borrowed_modes(model, train=train))
-            stack.enter_context(resharded_afterwards(model))
             for name in capture:
                 stack.callback(modules[name].register_forward_hook(partial(capture_output, name)).remove)
             yield

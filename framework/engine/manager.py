@@ -30,7 +30,7 @@ from ..hooks import (
     treatments,
     without_duplicates,
 )
-from ..isolation import Call, Isolation, StateCopy, borrowed_extras, borrowed_for_evaluation
+from ..isolation import Call, Isolation, StateCopy, borrowed_extras, borrowed_modes, undone_pass
 from ..state import TrainingState, optimizers_of
 from ..taps import TapSet
 from ..training import LossProbe, ObservedPass, Profiler, TrainingTask, without_graph
@@ -127,6 +127,7 @@ class HookManager:
         self.save_step_streams = self._hook_calls.save_step_streams
         self.call_between_steps = self._hook_calls.call_between_steps
         self._reference_weights = reference_weights
+        self._lacks: Mapping[str, str] = {}
         self.observed_first_pass: ObservedPass | None = None
         """The pass that hooks share at their start, once it has run."""
 
@@ -192,9 +193,8 @@ class HookManager:
         self.profiler.samples.update(sample_counts)  # a resumed run has already counted the passes of its start
         self._attach_taps()
         self.hooks.synchronise_failures()
-        if self.taps.hooks_with_separate_pass and (missing := run.lacks.get("needs_loss")):
-            error = UsageError(f"A hook taps a compiled model, which needs a separate pass; {missing}.")
-            self.hooks.leave_out(self.taps.hooks_with_separate_pass, "start", error)
+        self._lacks = run.lacks
+        self._leave_out_separate_taps("start")
         names = ", ".join(hook.name for hook in self.hooks) or "none"
         self.log(logging.INFO, "Started %s/%s with the hooks %s.", run.experiment, run.strategy, names)
 
@@ -216,8 +216,11 @@ class HookManager:
         """Call the hooks that are due at ``point``; the first call starts a manager that was not started."""
         if not self._started:
             self._start_unnamed()
-        if point is POST_BACKWARD and self.taps.needs_separate_pass:
-            self._run_pass_for_taps()
+        if point is POST_BACKWARD and not self.taps.is_idle:
+            if self.taps.is_bypassed:
+                self._separate_taps()
+            if self.taps.needs_separate_pass:
+                self._run_pass_for_taps()
         if self.hooks.listeners.at[point]:
             self._hook_calls.call_due_hooks(point)
 
@@ -249,10 +252,7 @@ class HookManager:
         @contextmanager
         def restored() -> Iterator[None]:
             optimizers = optimizers_of(self.state)
-            with (
-                self.state.streams.preserved(),
-                borrowed_for_evaluation(self.task.model, self.state.modules, optimizers),
-            ):
+            with undone_pass(self.state, optimizers), borrowed_modes(self.task.model, train=False):
                 yield
 
         def run_in_eval_mode() -> Result:
@@ -385,6 +385,22 @@ class HookManager:
                 seen.add_loss(self._first_pass(batch))
             self.observed_first_pass = seen
         return self.observed_first_pass
+
+    def _separate_taps(self) -> None:
+        """Call taps in separate passes from now on, since a compiled function calls the model in the training."""
+        if names := self.taps.separate():
+            error = UsageError(
+                "A compiled function calls the model in the training, where a tap of this hook cannot replace "
+                "gradients; compile the model instead, by model.compile() before attach."
+            )
+            self.hooks.leave_out(names, "taps", error)
+        self._leave_out_separate_taps("taps")
+
+    def _leave_out_separate_taps(self, where: str) -> None:
+        """Leave out the hooks whose taps need a separate pass, if the loss is unknown."""
+        if self.taps.hooks_with_separate_pass and (missing := self._lacks.get("needs_loss")):
+            error = UsageError(f"A hook taps a compiled model, which needs a separate pass; {missing}.")
+            self.hooks.leave_out(self.taps.hooks_with_separate_pass, where, error)
 
     def _run_pass_for_taps(self) -> None:
         """Run the step's batch again, on a separate random stream, for the taps that a compiled pass does not call."""

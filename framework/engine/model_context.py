@@ -17,13 +17,12 @@ from ..hooks import ENDLESS, Clipping, ExpiredError, ModelDataContext, ReadOnlyE
 from ..isolation import (
     LightStateCopy,
     StateCopy,
-    borrowed_buffers,
-    borrowed_extras,
     borrowed_gradients,
     borrowed_group_options,
     borrowed_learning_rates,
+    undone_pass,
 )
-from ..state import TrainingState, optimizers_of
+from ..state import TrainingState, optimizers_of, script_settings
 from ..tensors import Vector, accumulate, copied, is_partial, live_gradients, local_shards
 from ..training import (
     METHODS,
@@ -271,12 +270,8 @@ class ModelContext(ModelDataContext):
         if step:
             self._must_mutate("run_training_epoch(step=True)")
         # A forward pass in train mode updates batch-norm statistics; without steps, these updates are undone.
-        buffers, extras = (
-            (nullcontext(), nullcontext())
-            if step
-            else (borrowed_buffers(self._state.modules), borrowed_extras(self._state))
-        )
-        with borrowed_gradients(self._state.modules), borrowed_scaler(self._task), extras, buffers, torch.enable_grad():
+        settings = script_settings() if step else undone_pass(self._state, clears_gradients=True)
+        with settings, borrowed_gradients(self._state.modules), borrowed_scaler(self._task), torch.enable_grad():
             return self._train(loader, step=step)
 
     @override
@@ -296,7 +291,8 @@ class ModelContext(ModelDataContext):
         self._open.profiler.count_samples("forward_backward", step_batch)
         rates = borrowed_learning_rates(groups, learning_rates)
         options = borrowed_group_options(groups, rate_factor=rate_factor, weight_decay=weight_decay)
-        with borrowed_gradients(self._state.modules), borrowed_scaler(self._task), rates, torch.enable_grad():
+        gradients, scaler = borrowed_gradients(self._state.modules), borrowed_scaler(self._task)
+        with script_settings(), gradients, scaler, rates, torch.enable_grad():
             with passes:
                 loss = forward_backward(self._task, step_batch)
             skipped, closure = is_skipped(self._task), make_closure(self._task, step_batch, loss)

@@ -13,7 +13,6 @@ from time import perf_counter
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -38,12 +37,11 @@ from ..errors import (
     with_lines,
 )
 from ..hooks import ENDLESS, Alert, StatePart, treatments
-from ..isolation import borrowed_modes, borrowed_parameters
+from ..isolation import undone_in_modules, undone_pass
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
 from ..runs import ATTACHED, Run, RunRecord, attempt, create_manager, environment, load_reference, read_provenance
-from ..state import RandomStreams, TrainingState, generators_of, optimizers_of
-from ..tensors import resharded_afterwards
+from ..state import RandomStreams, TrainingState, generators_of
 from ..training import Ranks, TrainingTask, is_compiled
 from .attach_options import AttachOptions, Loss, OptionalLoader, missing_loss
 from .attached_folder import FolderChoice
@@ -403,7 +401,7 @@ class AttachedLoop:
     def evaluating(
         self, model: nn.Module, optimizers: Iterable[Optimizer] = (), *, notices: bool = True
     ) -> Iterator[None]:
-        """Isolate a Trainer's evaluation: random streams, modes, buffers and weights are restored after the body.
+        """Isolate a Trainer's evaluation: random streams and everything in modules are restored after the body.
 
         With ``isolate_evaluation=False`` only the taps of hooks are disabled. Values that the Trainer stores elsewhere,
         such as the best number so far, are not restored.
@@ -417,8 +415,6 @@ class AttachedLoop:
             with self.manager.untapped_pass() if self.is_started else nullcontext():
                 yield
             return
-        modules = self.manager.state.modules if self.is_built else model
-        buffers = [(buffer, buffer.detach().clone()) for buffer in modules.buffers()]
         with ExitStack() as stack:
             if self.is_started and not self.is_closed:
                 stack.enter_context(self.manager.between_steps())
@@ -426,17 +422,12 @@ class AttachedLoop:
                 streams.derive("evaluation", "the trainer", self.driver.loop.step)
             else:
                 stack.enter_context((streams := RandomStreams(self.options.seed)).preserved())
+            stack.enter_context(
+                undone_pass(self.manager.state, optimizers) if self.is_built else undone_in_modules([model], optimizers)
+            )
             stack.enter_context(self._noticed_draws(streams) if notices else nullcontext())
-            stack.enter_context(borrowed_parameters(modules, optimizers))
-            stack.enter_context(borrowed_modes(modules, train=None))
-            stack.enter_context(resharded_afterwards(modules))
             stack.enter_context(unchanged_replica(self.driver.task.replica if self.is_built else None))
-            try:
-                yield
-            finally:
-                with torch.no_grad():
-                    for buffer, original in buffers:
-                        buffer.copy_(original)
+            yield
 
     def evaluate(self, function: Callable[[], Result]) -> Result:
         """Evaluate a custom loop, isolated unless ``isolate_evaluation=False``; record and return the result.
@@ -468,11 +459,7 @@ class AttachedLoop:
                 return function()
 
         def run(model: nn.Module) -> Result:
-            with (
-                self._noticed_train_mode(),
-                self._noticed_draws(manager.state.streams),
-                borrowed_parameters(manager.state.modules, optimizers_of(manager.state)),
-            ):
+            with self._noticed_train_mode(), self._noticed_draws(manager.state.streams):
                 return function()
 
         with unchanged_replica(self.driver.task.replica):

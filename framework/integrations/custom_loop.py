@@ -14,7 +14,7 @@ from ..combined_optimizers import separate_optimizers
 from ..data import Batch, MicroBatches
 from ..errors import RunNotice, UsageError, listed, notice, require, warn
 from ..hooks import HookPoint
-from ..state import Transient
+from ..state import Transient, uncompiled
 from .attached_loop import AttachedLoop, Result
 from .evaluation_call import EvaluationCall
 from .gradient_unscaling import unscaled_gradients
@@ -235,6 +235,7 @@ class CustomLoop(Transient):
     def _batch(self) -> Batch:
         return self._parts if self._accumulate > 1 else self._parts[0]
 
+    @uncompiled
     def backward(self, loss: Any, options: dict[str, Any], *, last: bool) -> None:
         """Run backward with the ``options`` of torch; after a step's last micro-batch its gradients are complete.
 
@@ -275,6 +276,7 @@ class CustomLoop(Transient):
                 "one batch, call loss.backward() for each and scope.gradients_ready(loss) after the last."
             )
 
+    @uncompiled
     def gradients_ready(self, loss: Any) -> None:
         """Note that the loop has computed all gradients of the step itself; ``loss`` is recorded, if given.
 
@@ -465,6 +467,7 @@ class CustomLoop(Transient):
                 "as in an evaluation; call model.train() before the training, and after each evaluation.",
             )
 
+    @uncompiled  # in a compiled optimizer.step() and in a compiled step
     def _before_update(
         self, index: int, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
@@ -512,6 +515,7 @@ class CustomLoop(Transient):
             with self._hook_calls, unscaled:
                 self._driver.before_update()
 
+    @uncompiled
     def _after_update(self, index: int, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self._hook_calls.is_on or not self._running[index].leave():
             return

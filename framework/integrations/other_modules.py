@@ -12,8 +12,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..data import Batch
 from ..errors import require
-from ..isolation import borrowed_buffers, borrowed_modes
-from ..state import FullSharding, TrainingState, tensors_of
+from ..isolation import undone_in_modules
+from ..state import FullSharding, Structure, TrainingState, tensors_of
 from ..training import LossProbe, ObservedPass, Profiler, TrainingTask
 from .attach_options import Loss
 from .model_wrappers import unwrap
@@ -56,14 +56,15 @@ def modules_of_loss(
     """Return the modules outside of the training state that the loss of a batch uses, by a name for each.
 
     Also returns what else the pass showed, or ``None`` if the loss failed. The loss is computed once, without side
-    effects. Modules are found when they are called, other tensors with a gradient in the autograd graph of the loss.
+    effects. Modules are found when they are called or changed, other tensors with a gradient in the autograd graph of
+    the loss.
     A loss that fails uses no modules here: the hook that computes it later reports the error.
     """
     known = {*map(id, state.modules.modules()), *map(id, state.modules.parameters())}
     found: list[nn.Module] = []
     leaves: list[weakref.ref[Tensor]] = []
     seen, completed = ObservedPass(), None
-    with suppress(Exception), _collected(known, found):
+    with suppress(Exception), _changed_collected(loss, known, found), _collected(known, found):
         with seen.observe(state.model):
             value = LossProbe(task, state, Profiler()).loss_with_graph(batch)
         leaves = [weakref.ref(leaf) for leaf in leaves_of(value)]
@@ -100,7 +101,7 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
 
 @contextmanager
 def _collected(known: set[int], found: list[nn.Module]) -> Iterator[None]:
-    """Append the outermost unknown modules that the body calls to ``found``; restore their buffers and modes."""
+    """Append the outermost unknown modules that the body calls to ``found``; undo their changes."""
     inner: set[int] = set()
     with ExitStack() as stack:
 
@@ -108,11 +109,28 @@ def _collected(known: set[int], found: list[nn.Module]) -> Iterator[None]:
             if id(module) not in known and id(module) not in inner:
                 inner.update(map(id, module.modules()))
                 found.append(unwrap(module)[0])
-                stack.enter_context(borrowed_buffers(module))
-                stack.enter_context(borrowed_modes(module, train=None))
+                stack.enter_context(undone_in_modules([module]))
 
         stack.callback(register_module_forward_pre_hook(collect).remove)
         yield
+
+
+@contextmanager
+def _changed_collected(loss: Loss, known: set[int], found: list[nn.Module]) -> Iterator[None]:
+    """Append the unknown modules that the body changes and the loss function refers to; undo their changes."""
+    values: list[Any] = [loss]
+    with suppress(TypeError, ValueError):  # an object with __call__, a built-in function
+        read = getclosurevars(loss)
+        values += [*read.globals.values(), *read.nonlocals.values()]
+    modules = [module for module in Structure(values).of_kind(nn.Module) if id(module) not in known]
+    inner = {id(item) for module in modules for item in (*module.modules(),)[1:]}
+    with ExitStack() as stack:
+        copies = [
+            (module, stack.enter_context(undone_in_modules([module]))) for module in modules if id(module) not in inner
+        ]
+        yield
+        called = {*map(id, found)}
+        found += [module for module, copy in copies if id(module) not in called and copy.is_changed()]
 
 
 def _with_names(modules: list[nn.Module], loss: Loss, state: TrainingState) -> dict[str, nn.Module]:

@@ -1,34 +1,31 @@
 """The gate that isolates hooks from the run: its checks, state copies and temporary changes of the training state."""
 
 from .borrowing import (
-    borrowed_buffers,
     borrowed_extras,
-    borrowed_for_evaluation,
     borrowed_gradients,
     borrowed_group_options,
     borrowed_learning_rates,
     borrowed_modes,
-    borrowed_parameters,
     borrowed_weights,
     suspended_accumulation_hooks,
 )
 from .gate import Call, Isolation, is_shipped
 from .guardian import LightStateCopy, StateCopy
+from .undone import undone_in_modules, undone_pass
 
 __all__ = [
     "Call",
     "Isolation",
     "LightStateCopy",
     "StateCopy",
-    "borrowed_buffers",
     "borrowed_extras",
-    "borrowed_for_evaluation",
     "borrowed_gradients",
     "borrowed_group_options",
     "borrowed_learning_rates",
     "borrowed_modes",
-    "borrowed_parameters",
     "borrowed_weights",
     "is_shipped",
     "suspended_accumulation_hooks",
+    "undone_in_modules",
+    "undone_pass",
 ]

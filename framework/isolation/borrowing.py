@@ -2,108 +2,25 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
-from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad_mode
-from torch.optim import Optimizer
 
 from ..errors import LoopscopeError, unknown
-from ..state import EXTRAS, ModuleOrGroup, TrainingState, learning_rate_of, nested, reachable_from_modules
-from ..tensors import TensorIdentities, fully_sharded_modules, is_uninitialised, is_wrapper, resharded_afterwards
+from ..state import EXTRAS, ModuleOrGroup, TrainingState, learning_rate_of, nested
+from ..tensors import fully_sharded_modules, is_wrapper
 from .guardian import copy_each
-
-_NOTHING = nn.Module()
-
-
-@contextmanager
-def borrowed_buffers(owner: ModuleOrGroup) -> Iterator[None]:
-    """Replace the buffers by clones for the body, and restore the untouched originals afterwards.
-
-    Other contents of modules and their hooks are restored as well: attributes, the contents of containers and objects
-    on them, the bytes of their tensors, modules that are not registered as children, arrays, generators.
-    """
-    modules = list(owner.modules())
-    tables = [table for module in modules for table in (vars(module), module._buffers)]
-    contents = [table.copy() for table in tables]
-    clones: dict[int, torch.Tensor] = {}
-    with _borrowed_objects(modules), _borrowed_renormed(modules):
-        try:
-            with torch.no_grad():
-                for module in modules:
-                    for name, buffer in module._buffers.items():
-                        if buffer is not None and not is_uninitialised(buffer):  # an uninitialised buffer has no bytes
-                            # Written to the table, since a module may override setattr(). Shared buffers stay shared.
-                            module._buffers[name] = clones.setdefault(id(buffer), _clone_of(buffer))
-            yield
-        finally:
-            _restore_tables(tables, contents)
-
-
-def _clone_of(buffer: Tensor) -> Tensor:
-    clone = buffer.clone()
-    copy_attributes(buffer, clone)
-    return clone
 
 
 def copy_attributes(original: Tensor, copy: Tensor) -> None:
     """Give a copy the attributes of the original, which a forward pass may read."""
     if not is_wrapper(original) and (attributes := vars(original)):
         vars(copy).update(attributes)
-
-
-def _restore_tables(tables: Sequence[dict[str, Any]], contents: Sequence[dict[str, Any]]) -> None:
-    """Restore the contents of tables, without writing to those that hold the same objects."""
-    for table, previous in zip(tables, contents, strict=True):
-        if len(table) != len(previous) or any(map(is_not, table.values(), previous.values())):
-            table.clear()
-            table.update(previous)
-
-
-@contextmanager
-def _borrowed_objects(modules: list[nn.Module]) -> Iterator[None]:
-    """Restore, after the body, everything that modules hold outside of their tables."""
-    contents = reachable_from_modules(modules)
-    if not (contents.tensors or contents.natives):
-        try:
-            yield
-        finally:
-            contents.restore()
-        return
-    # Tensors of inference mode have no version, and cannot be written to outside of that mode.
-    tensors = [tensor for tensor in contents.tensors if not tensor.is_inference()]
-    identities, natives = TensorIdentities(tensors, persistent=False), contents.read_natives()
-    copies = [tensor.detach().clone() for tensor in identities.bytes]
-    # Restoring bytes would count as a write, so the versions are restored too. torch has no public function for this;
-    # its own wrappers use the private one.
-    with grad_mode._unsafe_preserve_version_counter(tuple(tensors)), borrowed_gradients(_NOTHING, identities.owners):
-        try:
-            yield
-        finally:
-            contents.restore()
-            contents.write_natives(natives)
-            with torch.no_grad():
-                identities.restore()
-            copy_each(identities.bytes, copies)
-
-
-@contextmanager
-def _borrowed_renormed(modules: list[nn.Module]) -> Iterator[None]:
-    """Restore, after the body, embedding weights with a ``max_norm``, whose rows a forward pass rescales in place."""
-    embeddings = [module for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    candidates = [module._parameters.get("weight") for module in embeddings if module.max_norm is not None]
-    weights: list[torch.Tensor] = [weight for weight in candidates if weight is not None]
-    copies = [weight.detach().clone() for weight in weights]
-    with grad_mode._unsafe_preserve_version_counter(tuple(weights)):  # as in _borrowed_objects
-        try:
-            yield
-        finally:
-            copy_each(weights, copies)
 
 
 @contextmanager
@@ -165,7 +82,7 @@ def borrowed_extras(state: TrainingState) -> Iterator[None]:
     copies = [tensor.detach().clone() for tensor in tensors]
     # Tensors are not copied here: load_state_dict may keep a reference to the very tensors.
     kept = deepcopy(states, {id(tensor): tensor for tensor in tensors})
-    # Copying the bytes back would count as a write, as in _borrowed_objects.
+    # Copying the bytes back would count as a write, as in :class:`.ModulesCopy`.
     with grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
         try:
             yield
@@ -236,63 +153,11 @@ def borrowed_group_options(
 
 
 @contextmanager
-def borrowed_parameters(owner: ModuleOrGroup, optimizers: Iterable[Optimizer] = ()) -> Iterator[None]:
-    """Restore parameters after the body, bit for bit, and the state of optimizers that swap weights to evaluate.
-
-    An optimizer with the methods ``train`` and ``eval`` (a schedule-free one) swaps the weights with rounding errors.
-    """
-    modules, swapping = list(owner.modules()), [item for item in optimizers if swaps_weights(item)]
-    tables = [module._parameters for module in modules]
-    entries = [entry for optimizer in swapping for entry in (*optimizer.param_groups, *optimizer.state.values())]
-    tables += [entry for entry in entries if isinstance(entry, dict)]
-    contents = [table.copy() for table in tables]
-    held = [value for table in contents for value in table.values() if isinstance(value, Tensor)]
-    tensors: list[Tensor] = [*{id(tensor): tensor for tensor in held if not tensor.is_inference()}.values()]
-    identities = TensorIdentities(tensors, persistent=False)
-    copies = [tensor.detach().clone() for tensor in identities.bytes]
-    with grad_mode._unsafe_preserve_version_counter(tuple(tensors)):  # as in _borrowed_objects
-        try:
-            yield
-        finally:
-            _restore_tables(tables, contents)
-            with torch.no_grad():
-                identities.restore()
-            copy_each(identities.bytes, copies)
-
-
-def swaps_weights(optimizer: Any) -> bool:
-    """Return whether an optimizer has other weights in evaluations, which its methods ``eval`` and ``train`` swap."""
-    return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
-
-
-@contextmanager
-def borrowed_for_evaluation(
-    model: nn.Module, restored: ModuleOrGroup | None = None, optimizers: Iterable[Optimizer] = ()
-) -> Iterator[None]:
-    """Set the model to eval mode for the body; restore modes, buffers, attributes and shards of it or of ``restored``.
-
-    ``restored`` is a group of modules with the model among them. If one of the ``optimizers`` swaps weights, parameters
-    and its state are restored, too.
-    """
-    owner = restored or model
-    swapping = [optimizer for optimizer in optimizers if swaps_weights(optimizer)]
-    with ExitStack() as stack:
-        if swapping:
-            stack.enter_context(borrowed_parameters(owner, swapping))
-        stack.enter_context(resharded_afterwards(owner))
-        stack.enter_context(borrowed_buffers(owner))
-        if owner is not model:
-            stack.enter_context(borrowed_modes(owner, train=None))
-        stack.enter_context(borrowed_modes(model, train=False))
-        yield
-
-
-@contextmanager
 def borrowed_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Replace the named parameters and buffers, under all names of each, by other tensors for the body.
 
     The live tensors are not written to: the entries of the modules' tables are exchanged. References that modules keep
-    outside of their tables, as recurrent ones do, are restored by :func:`borrowed_buffers`, which must be entered
+    outside of their tables, as recurrent ones do, are restored by :func:`.undone_in_modules`, which must be entered
     before. Tensors are converted to the dtype and device of the originals.
 
     Raises:

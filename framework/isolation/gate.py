@@ -10,7 +10,17 @@ import torch
 from torch import nn
 
 from ..errors import StateMutationError, library_warnings_ignored
-from ..state import MODE_COUNTERS, NODE_HOOKS, StreamState, TrainingState, entered_modes, leave_modes
+from ..state import (
+    MODE_COUNTERS,
+    NODE_HOOKS,
+    StreamState,
+    TrainingState,
+    entered_modes,
+    has_settings,
+    leave_modes,
+    neutral_settings,
+    script_settings,
+)
 from .engine_callbacks import current_pass, with_callbacks
 from .guardian import StateCopy
 from .tripwire import Audit, Tripwire
@@ -83,6 +93,8 @@ class Isolation:
         self._is_saved = self._holds_copies = self._is_recording = False
         self._has_commit = False
         self._modes: tuple[int, ...] = entered_modes()
+        self._has_settings = False
+        """Whether the script may have set the default dtype, the default device or autocast."""
         self._grad_mode = torch.is_grad_enabled()
         self._unchecked_calls: list[Call] = []
         """Calls that share the next quick check."""
@@ -113,6 +125,7 @@ class Isolation:
         self._is_saved = self._has_commit = False
         self._unchecked_calls, self._unfinished_calls, self._calls_sharing_bytes = [], [], []
         self._modes, self._grad_mode = (*map(operator.call, MODE_COUNTERS),), torch.is_grad_enabled()
+        self._has_settings = has_settings()
         if not self._is_recording:
             self._is_recording = True
             NODE_HOOKS.start()
@@ -205,6 +218,8 @@ class Isolation:
         is_full = self._prepare_check(call, self._tripwire)
         shares_quick_check = shares and not is_full and call[:2] not in self._rewriting_calls
         self.streams.derive(call.name, call.where, call.step)
+        if self._has_settings:
+            function = _with_settings_of(call, function)
         # torch.no_grad() as a context manager would cost each observer 1.5 µs.
         torch._C._set_grad_enabled(False)
         try:
@@ -249,6 +264,8 @@ class Isolation:
         try:
             with self.streams.preserved():
                 self.streams.derive(call.name, call.where, call.step)
+                if has_settings():
+                    function = _with_settings_of(call, function)
                 try:
                     return with_callbacks(function)
                 except BaseException:
@@ -319,6 +336,8 @@ class Isolation:
         if not mutates:
             self._prepare_check(call, self._tripwire)
         self.streams.derive(call.name, call.where, call.step)
+        if self._has_settings:
+            function = _with_settings_of(call, function)
         try:
             return with_callbacks(function)
         except BaseException:
@@ -366,6 +385,16 @@ class Isolation:
     def _restore_streams_for_audit(self) -> None:
         if self._audit.enabled and self._saved_streams is not None:
             self._saved_streams.restore()
+
+
+def _with_settings_of(call: Call, function: Callable[[], Result]) -> Callable[[], Result]:
+    """Return a function that calls another in the settings of its code: the script's for code of the script."""
+
+    def run() -> Result:
+        with neutral_settings() if call.is_shipped else script_settings():
+            return function()
+
+    return run
 
 
 def _restore_cheaply(tripwire: Tripwire, modes: tuple[int, ...]) -> None:

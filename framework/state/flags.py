@@ -227,6 +227,8 @@ def _set_autocast_nesting(depth: int) -> None:
         torch.autocast_decrement_nesting()
     while _autocast_nesting() < depth:
         torch.autocast_increment_nesting()
+    if not depth:
+        torch.clear_autocast_cache()
 
 
 def _autocast(device: str) -> tuple[Flag, Flag]:
@@ -319,7 +321,7 @@ def _choice(name: str) -> Flag:
 
 # Their readers take at most 0.15 µs each and are called twice per dispatch. They are implemented in C: after a training
 # step, which evicts the processor's caches, a Python function takes up to 2 µs.
-_QUICK = {
+QUICK_FLAGS = {
     "function modes": _FUNCTION_MODES,
     "dispatch modes": _DISPATCH_MODES,
     "inference mode": Flag(torch.is_inference_mode_enabled, _set_inference_mode),
@@ -410,7 +412,7 @@ class GlobalFlags:
             warnings.simplefilter("ignore")
             _matmul_precision()
         # Modes come first and are left first, since an entered mode could intercept the other calls.
-        flags = {**_QUICK, **_accelerator_flags(), **_SLOW}
+        flags = {**QUICK_FLAGS, **_accelerator_flags(), **_SLOW}
         self.names = tuple(flags)
         self._setters = tuple([flag.put for flag in flags.values()])
         self._getters = tuple([flag.get for flag in flags.values()])
@@ -471,7 +473,6 @@ class GlobalFlags:
             for put, get, previous in zip(self._setters, getters, saved, strict=False):
                 if get() != previous:
                     put(previous)
-        torch.clear_autocast_cache()  # the cache may contain casts of parameters that are rolled back
 
     def differences(self, saved: tuple[Any, ...]) -> list[str]:
         """Return the names of settings that differ from ``saved`` (a result of ``read`` or ``read_all``)."""

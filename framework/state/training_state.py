@@ -7,7 +7,7 @@ is sufficient.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
 from operator import attrgetter, methodcaller
@@ -352,6 +352,8 @@ class TrainingState(StateObjects):
     """References to everything that the rest of the run depends on, and the table of parts."""
 
     parts: Sequence[Part] = PARTS
+    spare_copies: list[Any] = field(default_factory=list, repr=False)
+    """Copies of the modules that passes of hooks use again."""
 
     def __post_init__(self) -> None:
         """Read the modules; of a DistributedDataParallel model those of the inner one."""

@@ -57,8 +57,9 @@ class AttachedTap:
         self.owner = owner
         self.state = _first_state(tap, compiled=compiled)
         self._pass = Pass.SEPARATE if self.state is TapState.SEPARATE else Pass.OWN
-        self._passes = passes.kinds
+        self._passes = passes
         self._attached = ExitStack()
+        self.replaces = isinstance(tap, GradientTap) and tap.replaces
         if isinstance(tap, QuantizationTap):
             self._registrations = self._on_quantizers(tap, model)
         elif isinstance(tap, ForwardTap):
@@ -116,7 +117,16 @@ class AttachedTap:
 
     def is_active(self) -> bool:
         """Return whether the tap is called in the innermost running pass."""
-        return self._passes[-1] is self._pass and self.owner.is_due()
+        passes = self._passes
+        if passes.kinds[-1] is not self._pass:
+            return False
+        passes.have_called_taps = True
+        return self.owner.is_due()
+
+    def separate(self) -> None:
+        """Call the tap in the separate pass only, from now on."""
+        self.detach()
+        self.state, self._pass = TapState.SEPARATE, Pass.SEPARATE
 
     def attach(self) -> None:
         """Put the callbacks on the model."""

@@ -27,6 +27,8 @@ class RunningPasses:
         # A stack, not the previous kind in each context: autograd has one thread per device, so with several devices
         # functions of taps may overlap and leave their contexts in another order than they entered them.
         self.kinds = [Pass.OWN]
+        self.have_called_taps = False
+        """Whether a callback of a tap on a module was called yet in a pass of the training step."""
 
     def __enter__(self) -> None:
         self.kinds.append(OTHER)

@@ -1,11 +1,13 @@
 """The taps of a run: attached to the model, disabled in passes of hooks, removed at the end."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import nn
 
 from ..hooks import Tap, TapOwner
+from ..state import Traces
 from ..training import eagerly, is_compiled
 from .attached_tap import ATTACHED, DETACHED, AttachedTap, TapState
 from .passes import RunningPasses
@@ -24,6 +26,7 @@ class TapSet:
         self._compiled = compiled or is_compiled(model)
         self._taps: dict[TapOwner, list[AttachedTap]] = {}
         self._passes = RunningPasses()
+        self._traces = Traces.count
         self.is_idle = not self._compiled
         """Whether :meth:`disabled` has no effect: no tap was attached, and the model is not compiled."""
 
@@ -51,6 +54,7 @@ class TapSet:
 
         PyTorch calls modules without hooks faster.
         """
+        self._traces = Traces.count
         for owner, taps in self._taps.items():
             # is_due() is called once per hook: a hook may tap every module of a model.
             outdated = DETACHED if owner.is_due() else ATTACHED
@@ -73,6 +77,29 @@ class TapSet:
     def untapped_pass(self) -> AbstractContextManager[None]:
         """Disable all taps in the body, an additional pass of the run, which stays compiled if the model is."""
         return self._passes
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether the step that has just run called modules in a compiled function, where their taps do nothing.
+
+        Such a function calls the model, as in ``torch.compile(loss_of)``, so the model does not show that it is
+        compiled. The compiler has traced taps, or has compiled the function before, and no tap was called yet.
+        """
+        if self._compiled or not any(self._attached_taps()):
+            return False
+        has_compiler = "torch._dynamo" in sys.modules
+        return has_compiler and (Traces.count != self._traces or not self._passes.have_called_taps)
+
+    def _attached_taps(self) -> Iterator[AttachedTap]:
+        return (tap for taps in self._taps.values() for tap in taps if tap.state is TapState.ATTACHED)
+
+    def separate(self) -> set[str]:
+        """Call taps in separate passes from now on, as in a compiled model; return the hooks for which that fails."""
+        self._compiled = True
+        taps = [tap for taps in self._taps.values() for tap in taps if tap.state is not TapState.PERMANENT]
+        for tap in taps:
+            tap.separate()
+        return {tap.owner.hook for tap in taps if tap.replaces}
 
     @property
     def hooks(self) -> set[str]:

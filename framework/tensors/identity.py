@@ -113,8 +113,8 @@ class TensorIdentities:
         attachments = [item for read in ATTACHED.values() for item in map(read, self.owners)]
         return (*attachments, *[getattr(wrapper, name) for wrapper, name in self._inner])
 
-    def is_current(self) -> bool:
-        """Return whether no tensor has changed, apart from its bytes."""
+    def is_current(self, *, keeps_graphs: bool = False) -> bool:
+        """Return whether no tensor has changed, apart from its bytes; with ``keeps_graphs`` graphs may be new."""
         if self._has_equal_properties is None:
             same = self._marks == self._read_marks()
         else:
@@ -124,7 +124,7 @@ class TensorIdentities:
             same
             and self._implementations == [*map(_implementation, self.owners)]
             and self._addresses == addresses(self._read_attachments())
-            and (self._uses == [*map(_use_count, self.owners)] or not self._newly_referenced())
+            and (keeps_graphs or self._uses == [*map(_use_count, self.owners)] or not self._newly_referenced())
         )
 
     def _newly_referenced(self) -> list[Tensor]:
@@ -150,9 +150,9 @@ class TensorIdentities:
             if previous != after:
                 yield index, Mark(*previous), Mark(*after)
 
-    def restore(self) -> None:
-        """Restore the identity of every tensor, but not its bytes."""
-        if self.is_current():
+    def restore(self, *, keeps_graphs: bool = False) -> None:
+        """Restore the identity of every tensor, but not its bytes; with ``keeps_graphs`` new graphs stay usable."""
+        if self.is_current(keeps_graphs=keeps_graphs):
             return
         owners = set(map(id, self.owners))
         for index, previous, _ in self._changes():
@@ -165,7 +165,7 @@ class TensorIdentities:
                 _attach(owner, name, table)
         for (wrapper, name), inner in zip(self._inner, attachments, strict=True):
             setattr(wrapper, name, inner)
-        for owner in self._newly_referenced():
+        for owner in () if keeps_graphs else self._newly_referenced():
             _drop_accumulator(owner)
 
 

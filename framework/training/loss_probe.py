@@ -16,28 +16,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..data import Batch, MicroBatches, micro_batches, part_of, rows
 from ..errors import LoopscopeError, shortened
-from ..isolation import (
-    borrowed_buffers,
-    borrowed_extras,
-    borrowed_gradients,
-    borrowed_modes,
-    suspended_accumulation_hooks,
-)
+from ..isolation import suspended_accumulation_hooks, undone_pass
 from ..state import TrainingState, tensors_of
-from ..tensors import (
-    Vector,
-    accumulate,
-    axpy,
-    copied,
-    gradients,
-    minus,
-    norm,
-    overwrite,
-    resharded_afterwards,
-    scaled,
-    trainable,
-    widened,
-)
+from ..tensors import Vector, accumulate, axpy, copied, gradients, minus, norm, overwrite, scaled, trainable, widened
 from .compilation import eagerly
 from .hessian_check import find_problem
 from .profiler import Profiler
@@ -125,9 +106,8 @@ def _dense(vector: Vector) -> Vector:
 class LossProbe:
     """Measures the mean loss of batches in the current modes of the model.
 
-    Every measurement restores buffers, modes, gradients, random streams and the extra state of modules, module hooks
-    and the experiment. Two measurements therefore see the same dropout mask and have no side effects. A batch is split
-    into the task's micro-batches, as in training.
+    Every measurement is undone (:func:`.undone_pass`). Two measurements therefore see the same dropout mask and have no
+    side effects. A batch is split into the task's micro-batches, as in training.
     """
 
     def __init__(self, task: TrainingTask, state: TrainingState, profiler: Profiler) -> None:
@@ -271,7 +251,9 @@ class LossProbe:
         def product(vector: Vector) -> dict[str, Tensor]:
             for part, _, _ in hessians:
                 self._profiler.count_samples("second_backward", part)
-            return self._mean_over_ranks(_weighted_sum((exact.times(vector), weight) for _, exact, weight in hessians))
+            with self._borrowed_state():  # activation checkpointing calls modules again
+                products = [(exact.times(vector), weight) for _, exact, weight in hessians]
+            return self._mean_over_ranks(_weighted_sum(products))
 
         return product
 
@@ -326,19 +308,10 @@ class LossProbe:
 
     @contextmanager
     def _borrowed_state(self) -> Iterator[None]:
-        modules = self._state.modules
         with ExitStack() as stack:
-            stack.enter_context(self._state.streams.preserved())
-            stack.enter_context(borrowed_extras(self._state))
-            stack.enter_context(borrowed_buffers(modules))
-            stack.enter_context(borrowed_modes(modules, train=None))
-            groups = self._task.optimizer.param_groups  # these may contain parameters outside of all modules
-            stack.enter_context(
-                borrowed_gradients(modules, [parameter for group in groups for parameter in group["params"]])
-            )
-            stack.enter_context(suspended_accumulation_hooks(modules))
+            stack.enter_context(undone_pass(self._state, clears_gradients=True))
+            stack.enter_context(suspended_accumulation_hooks(self._state.modules))
             stack.enter_context(borrowed_scaler(self._task))
-            stack.enter_context(resharded_afterwards(modules))
             stack.enter_context(torch.enable_grad())
             yield
 

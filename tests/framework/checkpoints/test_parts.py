@@ -16,7 +16,7 @@ from loopscope.checkpoints import open_checkpoint
 from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
 from loopscope.engine import HookManager
 from loopscope.errors import RunNotice, StateMutationError, UsageError
-from loopscope.isolation import Call, Isolation, StateCopy, borrowed_for_evaluation
+from loopscope.isolation import Call, Isolation, StateCopy, undone_in_modules
 from loopscope.isolation.tripwire import Audit
 from loopscope.loops import epoch_loop
 from loopscope.state import Part, TrainingState, Transient, Watched, differing
@@ -179,7 +179,7 @@ def test_evaluation_changes_to_attributes_are_reverted() -> None:
     """Containers and objects of modules that an evaluation changes are restored afterwards."""
     task, state = counting_build()
     before = state.digest()
-    with borrowed_for_evaluation(task.model):
+    with undone_in_modules([task.model]):
         for mutation in MUTATIONS.values():
             mutation(task.model)
     assert differing(before, state.digest()) == []

@@ -1,11 +1,13 @@
-"""Steps of optimizers that torch compiles: it compiles around the hooks that observe them."""
+"""Optimizers, losses and steps that torch compiles: hooks observe them without a change of their graphs and bits."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import loopscope
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @pytest.mark.compile
@@ -29,3 +31,58 @@ def test_compiled_steps_are_observed_or_refused_by_torch(tmp_path: Path, fullgra
             optimizer.zero_grad()
             steps += 1
         assert scope._attached.manager.state.loop.step == steps == 3
+
+
+DATA = [(torch.randn(8, 4, generator=torch.Generator().manual_seed(step)), torch.arange(8) % 3) for step in range(4)]
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def train(compiled: str, **options: Any) -> tuple[list[list[float]], int]:
+    """Train with one compiled function, and return the weights and the number of broken graphs."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scope = loopscope.attach(model, optimizer, display="none", **options) if options else None
+
+    def step(batch: Any) -> None:
+        loss = compute(batch)
+        optimizer.zero_grad()
+        scope.backward(loss) if scope else loss.backward()
+        update()
+
+    functions: dict[str, Callable[..., Any]] = {"loss": lambda batch: loss_of(model, batch), "update": optimizer.step}
+    functions |= {"step": step}
+    functions[compiled] = torch.compile(functions[compiled], backend="aot_eager")
+    compute, update = functions["loss"], functions["update"]
+    for batch in scope.batches(DATA) if scope else DATA:
+        functions["step"](batch)
+    if scope:
+        scope.close()
+    return [item.tolist() for item in model.parameters()], sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
+@pytest.mark.parametrize("group", ["health", "observers"])
+@pytest.mark.parametrize("compiled", ["loss", "update", "step"])
+def test_hooks_keep_bits_of_compiled_functions(tmp_path: Path, compiled: str, group: str) -> None:
+    """Taps break no graph of a compiled loss; it may only be compiled again without them."""
+    bare, breaks = train(compiled)
+    weights, breaks_with_hooks = train(compiled, with_hooks=group, loss=loss_of, out=tmp_path / "run")
+    assert weights == bare
+    assert compiled != "loss" or breaks_with_hooks == breaks == 0
+
+
+@pytest.mark.compile
+def test_taps_in_compiled_functions_use_another_pass(tmp_path: Path) -> None:
+    """Without a loss function for that pass, the hook is left out by name."""
+    train("loss", hooks=["activations"], loss=loss_of, out=tmp_path / "separate")
+    assert '"activations/' in (tmp_path / "separate" / "separate.jsonl").read_text()
+    train("loss", with_hooks="health", out=tmp_path / "without")
+    assert '"activations"' in (tmp_path / "without" / "summary.json").read_text().partition("hooks_left_out")[2]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from loopscope.hooks import HookPoint
-from loopscope.isolation import borrowed_buffers
+from loopscope.isolation import undone_in_modules
 from loopscope.state import TrainingState, differing
 from loopscope.training import TrainingTask, quiet_graph_breaks
 from torch import Tensor, nn
@@ -137,7 +137,7 @@ def test_buffer_only_model_borrows_nothing_else() -> None:
     """A forward pass inside the context leaves the version of every tensor unchanged."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     versions = [tensor._version for tensor in model.state_dict().values()]
-    with borrowed_buffers(model):
+    with undone_in_modules([model]):
         model(torch.ones(3, 2))
     assert [tensor._version for tensor in model.state_dict().values()] == versions
 

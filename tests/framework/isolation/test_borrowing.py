@@ -4,13 +4,7 @@ import pytest
 import torch
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import HookPoint
-from loopscope.isolation import (
-    borrowed_buffers,
-    borrowed_for_evaluation,
-    borrowed_gradients,
-    borrowed_modes,
-    borrowed_weights,
-)
+from loopscope.isolation import borrowed_gradients, borrowed_modes, borrowed_weights, undone_in_modules
 from loopscope.isolation.tripwire import Audit
 from torch import nn
 
@@ -33,11 +27,11 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_borrowed_buffers_restore_buffers_and_attributes(raises):
+def test_undone_pass_restores_buffers_and_attributes(raises):
     """A forward pass leaves no trace, even if the body raises."""
     model = Remembering()
     table, buffers = model._buffers, dict(model.norm._buffers)
-    with suppress(Mishap), borrowed_buffers(model):
+    with suppress(Mishap), undone_in_modules([model]):
         model(torch.randn(3, 4))
         assert model.calls == 1
         assert model.norm.num_batches_tracked == 1
@@ -56,7 +50,7 @@ def test_shared_buffer_stays_shared_while_borrowed():
     shared = torch.zeros(2)
     first.register_buffer("shared", shared)
     second.register_buffer("shared", shared)
-    with borrowed_buffers(nn.ModuleList([first, second])):
+    with undone_in_modules([nn.ModuleList([first, second])]):
         first.shared.add_(1)
         assert second.shared.tolist() == [1, 1]
     assert first.shared is second.shared is shared
@@ -100,7 +94,7 @@ def test_borrowed_pass_passes_the_audit(model):
     audit.take_baseline()
     with (
         state.streams.preserved(),
-        borrowed_buffers(task.model),
+        undone_in_modules([task.model]),
         borrowed_modes(task.model, train=True),
         borrowed_gradients(task.model),
     ):
@@ -132,7 +126,7 @@ def test_borrowed_weights_compute_like_loaded_weights(build_model):
     for buffer in other.buffers():
         buffer.add_(1)
     original = model.eval()(inputs)
-    with borrowed_for_evaluation(model), borrowed_weights(model, other.state_dict()):
+    with undone_in_modules([model]), borrowed_modes(model, train=False), borrowed_weights(model, other.state_dict()):
         borrowed = model(inputs)
     loaded, again = other.eval()(inputs), model(inputs)
     for outputs in ((loaded, borrowed), (original, again)):

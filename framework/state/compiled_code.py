@@ -1,0 +1,44 @@
+"""Functions of loopscope that code compiled by torch calls, and the traces of such code, without the compiler's import.
+
+The compiler, which takes seconds to import, has public functions for both: ``torch.compiler.disable`` and
+``torch.compiler.assume_constant_result``. They set the attributes and the strategy of frames that are set here.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_frames: Any = getattr(torch._C, "_dynamo").eval_frame  # noqa: B009 - the stubs lack it
+
+
+def skips_frames(function: Function) -> Function:
+    """Let a function, and all functions that it calls, run as Python if compiled code calls it; return the function.
+
+    The compiler may still trace it into the graph of a calling function.
+    """
+    skip = _frames._FrameAction.SKIP
+    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+def uncompiled(function: Function) -> Function:
+    """Break the graph of compiled code where it calls a function, which then runs as Python; return the function."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return skips_frames(function)
+
+
+class Traces:
+    """Counts the module hooks of loopscope that the compiler has traced into compiled code, where they do nothing."""
+
+    count = 0
+
+
+def note_trace() -> None:
+    """Count a trace; the compiler calls this function once while it traces, and compiles its result as a constant."""
+    Traces.count += 1
+
+
+note_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
