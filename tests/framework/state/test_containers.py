@@ -8,7 +8,7 @@ import pytest
 import torch
 from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
 from loopscope.errors import StateMutationError
-from loopscope.isolation import Call, Isolation, StateCopy, borrowed_buffers
+from loopscope.isolation import Call, Isolation, StateCopy, undone_in_modules
 from loopscope.isolation.tripwire import Audit
 from loopscope.state import RandomStreams, TrainingState, differing
 from torch import nn
@@ -54,7 +54,7 @@ def test_change_of_any_container_is_rolled_back(make: Make, change: Change) -> N
         change(state.model.kept)
         snapshot.restore(state)
         audit.check("The rollback")
-    with borrowed_buffers(state.model):
+    with undone_in_modules([state.model]):
         change(state.model.kept)
     audit.check("The pass")
 
