@@ -8,7 +8,7 @@ import pytest
 import torch
 from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
 from loopscope.errors import StateMutationError
-from loopscope.isolation import Call, Isolation, StateCopy, borrowed_buffers, borrowed_weights
+from loopscope.isolation import Call, Isolation, StateCopy, borrowed_weights, undone_in_modules
 from loopscope.state import RandomStreams, TrainingState, differing
 from torch import nn
 
@@ -78,7 +78,7 @@ def test_changed_attribute_is_detected_and_undone(owner: str, change: Any) -> No
         True
     ]
     snapshot.restore(state)
-    with borrowed_buffers(state.model):
+    with undone_in_modules([state.model]):
         change(state.model.target)
     assert differing(original, state.digest()) == []
     isolation = Isolation(state)
