@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Sequence
 from statistics import median
 
+from tests.zoo import threads
 from tests.zoo.case import CASES, Case
 from tests.zoo.faults import data, loops, numerics, parameters, rates
 from tests.zoo.faults import trainers as faulty_trainers
 from tests.zoo.healthy import trainers, unusual, usual
 from tests.zoo.outcome import SHOWN, Outcome
 
-MODULES = (numerics, rates, parameters, data, loops, faulty_trainers, usual, unusual, trainers)
+MODULES = (numerics, rates, parameters, data, loops, faulty_trainers, usual, unusual, trainers, threads)
 HEAD = "| case | model | way | cause | findings | result | at step | loss |\n|---|---|---|---|---|---|---|---|\n"
 
 

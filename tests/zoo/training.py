@@ -31,6 +31,7 @@ class Training:
         clip: the largest norm of the gradient.
         accumulate: the number of batches of a step; the loss is divided by it.
         options: further options of ``loopscope.attach``.
+        measure: returns further numbers of an evaluation.
     """
 
     model: nn.Module
@@ -44,6 +45,7 @@ class Training:
     clip: float | None = None
     accumulate: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    measure: Callable[[], dict[str, float]] = dict
 
     def run(self, recorder: Recorder) -> None:
         """Train with the hooks of a recorder."""
@@ -73,7 +75,7 @@ class Training:
         """Return the mean loss of the validation batches."""
         assert self.validation is not None
         losses = [self.loss(self.model, batch).item() for batch in self.validation]
-        return {"val_loss": sum(losses) / len(losses)}
+        return {"val_loss": sum(losses) / len(losses)} | self.measure()
 
 
 def adam(model: nn.Module, lr: float = 1e-3) -> Optimizer:
