@@ -150,8 +150,8 @@ def _notices(board: Board, console: Console, height: int) -> list[RenderableType
         if len(lines) + len(wrapped) > most:
             break
         lines += wrapped
-    worst = next((label for label in LABEL_STYLES if labels[label]), "note")
-    return [_rule(", ".join(parts), LABEL_STYLES[worst]), *lines]
+    worst = next((style for label, style in LABEL_STYLES.items() if labels[label]), "bold")
+    return [_rule(", ".join(parts), worst), *lines]
 
 
 def notice_lines(notice: Notice, console: Console) -> list[Text]:

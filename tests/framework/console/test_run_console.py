@@ -120,7 +120,7 @@ def test_silent_mode_shows_progress_and_final_warnings(terminal):
     assert [sink.name for sink in shown.sinks()] == ["alerts"]
 
 
-def test_progress_of_a_stretch_ends_at_its_last_step():
+def test_progress_of_stretch_ends_at_its_end():
     console, now = captured(terminal=False), [0.0]
     with RunConsole("silent", console=console, clock=lambda: now[0], until=10, label="steps 6 to 10") as shown:
         task, state = build(Case(loop="step"), steps=40)
