@@ -330,7 +330,8 @@ def _information(probabilities: Tensor) -> float:
     """Return the mutual information of rows and predictions in nats, H(mean p) − mean H(p): shape (rows, classes)."""
 
     def entropies(shares: Tensor) -> Tensor:
-        return -torch.special.xlogy(shares, shares).sum(-1)
+        information: Tensor = torch.special.xlogy(shares, shares).sum(-1)
+        return -information
 
     return float(entropies(probabilities.mean(0)) - entropies(probabilities).mean())
 
