@@ -77,11 +77,20 @@ def _not_checked(history: History) -> list[str]:
     return sentences
 
 
+def _has_no_rows(history: History) -> bool:
+    """Return whether steps were checked, but no rows of their batches."""
+    names = ("input_mean", "duplicate_row_fraction", "repeated_row_fraction")
+    is_checked = f"{CHECKS}/without_gradient_count" in history.curves
+    return is_checked and not any(f"{CHECKS}/{name}" in history.curves for name in names)
+
+
 def _missing(history: History) -> list[str]:
     """Return sentences about what was not checked for another reason than a missing measurement."""
     needed = {name for detector in all_detectors() for name in detector.needs} - {CHECKS}
     reasons = [reason for name, reason in history.left_out.items() if name in needed and FAILED not in reason]
     sentences = [f"Not checked: {reason.rstrip('.')}." for reason in reasons]
+    if _has_no_rows(history):
+        sentences.append("Not checked: inputs, targets and masks, since the batches have no tensors on the CPU.")
     if not history.is_over and history.curves:
         sentences.append("The training is in progress; some findings, such as no-better-than-uniform, need its end.")
     return sentences

@@ -208,7 +208,7 @@ def _attach_to_loop(
     model, replica, compiled = unwrap(target)
     parts = {"scheduler": scheduler, "scaler": scaler, "replica": replica, "compiled": compiled}
     attached.build(model, optimizer, **parts, ranks=ranks, accumulate=accumulate)
-    return Scope(attached, CustomLoop(attached, accumulate, accelerator), accumulate)
+    return Scope(attached, CustomLoop(attached, accumulate, accelerator, target), accumulate)
 
 
 def _single_optimizer(given: Sequence[Any]) -> Any:

@@ -6,19 +6,23 @@ from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..combined_optimizers import separate_optimizers
 from ..data import Batch, MicroBatches
 from ..errors import RunNotice, UsageError, listed, notice, require, warn
 from ..hooks import HookPoint
-from ..state import Transient, uncompiled
+from ..state import Transient, uncompiled, visited
 from .attached_loop import AttachedLoop, Result
 from .evaluation_call import EvaluationCall
+from .forward_arguments import ForwardArguments
 from .gradient_unscaling import unscaled_gradients
 
+NO_ROWS: Batch = ()
+"""The batch of a step whose forward pass was not seen."""
 BARE_POINTS = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
 """The hook points that work in a bare loop, which only calls optimizer.step()."""
 ADVICE = "iterate over scope.batches(loader) and call scope.backward(loss) in place of loss.backward()"
@@ -95,7 +99,14 @@ class CustomLoop(Transient):
     In a loop of Accelerate, the ``accelerator`` runs backward and decides when a step is complete.
     """
 
-    def __init__(self, attached: AttachedLoop, accumulate: int, accelerator: AcceleratorLike | None) -> None:
+    def __init__(
+        self,
+        attached: AttachedLoop,
+        accumulate: int,
+        accelerator: AcceleratorLike | None,
+        called: nn.Module | None = None,
+    ) -> None:
+        """Observe the optimizers; a loop that calls the model itself gives ``called``, the model or its wrapper."""
         self._attached, self._accumulate, self._accelerator = attached, accumulate, accelerator
         self._driver = attached.driver
         self._optimizers: list[Optimizer] = separate_optimizers(attached.driver.task.optimizer)
@@ -113,6 +124,14 @@ class CustomLoop(Transient):
         self._evaluations = 0
         """The evaluations of the closure in the step so far."""
         self._hook_calls = attached.hook_calls = HookCalls()
+        self.arguments: ForwardArguments | None = None
+        """Finds the batches, until the loop reports batches of tensors."""
+        self._passed: Batch = NO_ROWS  # the arguments of the newest pass
+        self._has_batches = self._opens_at_passes = False
+        if called is not None:
+            models = (attached.driver.task.model, called)
+            self.arguments = ForwardArguments(models, self._receive_arguments, self._hook_calls)
+            self.arguments.arm()
         attached.is_in_step = self.is_in_step
         self._driver.can_cancel_steps = True
         self._warned: set[str] = set()
@@ -165,6 +184,33 @@ class CustomLoop(Transient):
         self._is_open = True
         with self._hook_calls:
             self._driver.begin_step(self._batch, self._index)
+
+    def note_batch(self, batch: Batch) -> None:
+        """Note a batch of the loop; one without tensors, such as an index, is replaced by the arguments of the pass.
+
+        Not if ``loss=`` was given, which gets the loop's batch.
+        """
+        arguments, self._has_batches = self.arguments, True
+        has_tensors = any(isinstance(value, (Tensor, np.ndarray)) for _, value, _ in visited("", batch))
+        if arguments is not None and (has_tensors or "needs_loss" not in self._attached.lacks):
+            arguments.disarm()
+            self.arguments = None
+        elif arguments is not None:
+            arguments.arm()
+
+    def _receive_arguments(self, batch: Batch) -> None:
+        """Note the arguments of a pass of the model as the batch of the step, which they open unless it is open."""
+        self._passed = batch
+        if self._has_batches and len(self._parts) > len(self._losses):
+            self._parts[-1] = batch
+            self._driver.loop.batch = self._batch
+        elif self._opens_at_passes and not self._is_complete:
+            self._open_step()
+
+    def _open_step(self) -> None:
+        """Start a step, or its next micro-batch, on the arguments of the newest pass."""
+        batch, self._passed = self._passed, NO_ROWS
+        self.micro_batch(batch, None)
 
     def _cancel_step(self) -> None:
         """Forget a step whose batch the loop has dropped before its backward pass."""
@@ -264,11 +310,19 @@ class CustomLoop(Transient):
             self._end_step(skipped=False)
 
     def _require_open_step(self, call: str) -> None:
-        """Raise :class:`UsageError` unless a batch is open whose gradients are not complete."""
+        """Start a step in a loop without ``scope.batches``; refuse other calls without a batch, or when it is over.
+
+        Raises:
+            UsageError: if no batch is open, or its gradients are complete.
+        """
+        if not self._parts and self.arguments is not None and not self._has_batches:
+            self._opens_at_passes = True
+            self._open_step()
         if not self._parts:
-            early = "Take the next batch after the backward pass of this one, since the end of the data ends the epoch."
-            advice = f"{ADVICE}; without a loader, iterate over scope.batches(range(STEPS))."
-            raise UsageError(f"{call} was called without a batch: {advice}" + f" {early}" * self._attached.is_started)
+            raise UsageError(
+                f"{call} was called without a batch: {ADVICE}. Take the next batch after the backward pass of this "
+                "one, since the end of the data ends the epoch."
+            )
         if self._is_complete:
             raise UsageError(
                 f"{call} was called after the gradients of a step were complete and before its optimizer.step(). Give "
@@ -349,6 +403,8 @@ class CustomLoop(Transient):
     def record_loss(self, loss: Tensor, *, complete: bool) -> None:
         """Record the detached loss of a micro-batch after its backward pass; ``complete`` if it is the step's last."""
         self._losses.append(loss)
+        if self.arguments is not None:
+            self.arguments.after_backward()
         if complete:
             self._gradients_complete()
 
@@ -413,6 +469,8 @@ class CustomLoop(Transient):
         """End the current epoch, unless the loop has failed, then the run."""
         for handle in self._handles:
             handle.remove()
+        if self.arguments is not None:
+            self.arguments.disarm()
         self._evaluation_call.stop()
         try:
             if status == "completed" and self._has_no_step_left:
@@ -541,12 +599,16 @@ class CustomLoop(Transient):
         self._is_in_closure_step = self._stepped_in_backward = False
         self._evaluations = 0
         self._stepped.clear()
+        if self.arguments is not None and (self._opens_at_passes or self._has_batches):
+            self.arguments.arm()
         self._index += 1
         self._has_deferred_work = True
 
     def _begin_bare_step(self) -> None:
         """Start a step of a loop that called optimizer.step() without the calls of the scope."""
-        attached = self._attached
+        attached, self._passed = self._attached, NO_ROWS
+        if self.arguments is not None:
+            self.arguments.disarm()
         if not attached.is_started:
             hooks = attached.manager.hooks
             reason = "loop only calls optimizer.step()"

@@ -145,6 +145,8 @@ class Scope(AttachedScope):
         is_empty = True
         for batch in loader:
             is_empty = False
+            if self._loop.arguments is not None:
+                self._loop.note_batch(batch)
             self._loop.micro_batch(batch, steps)
             yield batch
         if is_empty and not self._attached.place:

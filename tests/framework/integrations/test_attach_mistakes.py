@@ -136,7 +136,6 @@ def test_invalid_loss_is_refused_before_backward(tmp_path, loss):
 
 
 CALLS: dict[str, tuple[Callable[[Parts, Scope], Any], str]] = {
-    "backward without batches": (lambda parts, scope: scope.backward(some_loss(parts)), "iterate over scope.batches"),
     "two backward passes": (lambda parts, scope: [step(parts, scope, False), scope.backward(some_loss(parts))], "N"),
     "a word for a number": (lambda parts, scope: scope.epoch_end(val_loss="a"), "val_loss is a str; .* numbers"),
     "many numbers": (lambda parts, scope: scope.epoch_end(val_loss=torch.ones(2)), "val_loss is a Tensor"),

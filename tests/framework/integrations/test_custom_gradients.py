@@ -350,9 +350,12 @@ def test_wrong_calls_are_refused(tmp_path, mistake):
 
 
 def test_calls_without_batch_are_refused(tmp_path):
-    """Both calls need a batch of scope.batches."""
+    """Both calls need a batch in a loop that uses scope.batches."""
     model = network()
     with loopscope.attach(model, sgd(model), hooks=["norms"], out=tmp_path / "run", **QUIET) as scope:
+        for batch in scope.batches(DATA[:1]):
+            scope.backward(loss_fn(model, batch))
+            scope._loop._optimizers[0].step()
         with pytest.raises(UsageError, match=r"gradients_ready\(\) was called without a batch"):
             scope.gradients_ready()
         with pytest.raises(UsageError, match="without a batch"):
