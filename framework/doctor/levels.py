@@ -130,6 +130,33 @@ def gradient_norms(history: History) -> Curve:
     return max((history.curve(name) for name in names), key=len)
 
 
+def target_sizes(history: History) -> "np.typing.NDArray[np.float64]":
+    """Return the size of the targets of a regression at each check, the larger one of its 10 and 90 % quantiles."""
+    low, high = (history.curve(f"{CHECKS}/target_{name}").values for name in ("low", "high"))
+    return np.maximum(np.abs(low), np.abs(high)) if len(low) == len(high) else np.array([])
+
+
+def is_minimised(history: History) -> bool:
+    """Return whether the loss measures progress: it has one sign, and the targets of a regression do not grow.
+
+    Losses of policies and adversaries are positive and negative, and critics follow returns that grow.
+    """
+    sizes, values = target_sizes(history), history.loss.values
+    grows = len(sizes) > 1 and float(np.max(sizes)) > 2 * float(sizes[0])
+    return not grows and not (bool((values < 0).any()) and bool((values > 0).any()))
+
+
+def divided_afterwards(history: History) -> bool:
+    """Return whether gradients are divided by whole numbers, such as those of tokens, between backward and update.
+
+    Clipping also makes gradients smaller, but by other factors.
+    """
+    factors = history.curve(f"{CHECKS}/clip_factor").values
+    divisors = 1 / factors[np.isfinite(factors) & (factors > 0)]
+    is_whole = (divisors > 1.5) & (np.abs(divisors - np.round(divisors)) < 1e-4 * divisors)
+    return bool(np.mean(is_whole) > 0.3) if len(divisors) else False
+
+
 JUMP = 1000.0
 """Factor by which a gradient norm jumps in a single step because of a row that is unlike the others."""
 

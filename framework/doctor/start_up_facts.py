@@ -15,6 +15,8 @@ MOST_NAMES = 8
 MOST_GROUPS = 16
 MOST_HELD = 1024
 """Items of a list up to which it is searched for layers."""
+MOST_COMPARED = 64
+"""Parameters of one shape with which another one is compared."""
 LARGEST_COMPARED = 2**27
 """Elements of a tensor up to which values are read: reading larger ones would delay the start."""
 LEAST_COMPARED = 64
@@ -126,7 +128,10 @@ def _membership(
     elements = sum(item.numel() for item in trainable.values())
     return {
         "without_optimizer": _names(missing)
-        | {"share": sum(item.numel() for item in missing.values()) / elements if elements else 0.0},
+        | {
+            "share": sum(item.numel() for item in missing.values()) / elements if elements else 0.0,
+            "copies": _copies(missing.values(), [item for item in trainable.values() if id(item) in held]),
+        },
         "foreign_in_optimizer": sum(id(item) not in known for item in entries),
         "frozen_in_optimizer": _names(
             name
@@ -135,6 +140,16 @@ def _membership(
         ),
         "decayed_vectors": _names(decayed),
     }
+
+
+def _copies(parameters: Iterable[Tensor], others: Sequence[Tensor]) -> int:
+    """Return how many parameters equal another one, as those of target networks and averages do at first."""
+    alike: dict[Any, list[Tensor]] = {}
+    for item in others:
+        alike.setdefault((item.shape, item.dtype, item.device), []).append(item)
+    kinds = ((item, (item.shape, item.dtype, item.device)) for item in parameters if _is_readable(item))
+    pairs = [(item, alike.get(kind, [])[:MOST_COMPARED]) for item, kind in kinds]
+    return sum(any(torch.equal(*local_shards([item.detach(), one.detach()])) for one in same) for item, same in pairs)
 
 
 def _placeholders(model: nn.Module) -> set[int]:

@@ -61,6 +61,10 @@ BEFORE_SOFTMAX = VIEWS | {"Mul", "Div", "NativeDropout"}
 """Nodes between the products of queries and keys and their softmax that are not masks."""
 MASKED = -1e3
 """Number added to the scores of pairs below which they are masked."""
+NORMS = ("BatchNorm", "LayerNorm", "GroupNorm")
+"""Ends of the names of normalisations."""
+MOST_OF_WEIGHT = 16
+"""Nodes of a weight that is normalised."""
 LARGEST_SCALE = 5.0
 """Factor of logits up to which a cross-entropy starts near that of equal probabilities."""
 LIKELIHOODS = frozenset({"NllLoss", "NllLoss2D", "CtcLoss"})
@@ -128,6 +132,7 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
         lacks_log_softmax=_lacks_log_softmax(nodes, names),
         is_modified=_has_other_terms(nodes, names) or _has_scaled_logits(nodes, names),
         is_rectified=_is_rectified(names),
+        compares_outputs=_compares_outputs(nodes, names),
         is_broadcast=_is_broadcast(root),
         has_terms=_has_terms(nodes),
         **_model_facts(root, nodes, names),
@@ -521,6 +526,51 @@ def _is_normalised_over_rows(nodes: list[Any], names: list[str]) -> bool:
     return False
 
 
+def _compares_outputs(nodes: list[Any], names: list[str]) -> bool:
+    """Return whether the logits of a cross-entropy are products of outputs, and not of outputs and weights."""
+    if "LogSoftmax" not in names:
+        return False
+    inputs = _inputs(nodes[names.index("LogSoftmax")])
+    return len(inputs) == 1 and _is_product_of_outputs(inputs[0])
+
+
+def _is_product_of_outputs(node: Any) -> bool:
+    node, name = _without_scale(node)
+    inputs = _inputs(node)
+    if name == "Cat":
+        return len(inputs) > 1 and all(map(_is_product_of_outputs, inputs))
+    if name == "Sum" and len(inputs) == 1:  # Σ_j a_ij·b_ij, the products of pairs
+        (node,), name = inputs, operation_of(inputs[0])
+        inputs = _inputs(node) if name == "Mul" else []
+    return name in ("Mm", "Bmm", "Mul") and bool(inputs) and not any(map(_is_weight, inputs))
+
+
+def _without_scale(node: Any) -> tuple[Any, str]:
+    """Return the first node from this one on that is more than a view or a scalar factor, and its name."""
+    name = operation_of(node)
+    while name in VIEWS or name in ("Mul", "Div", "Exp"):
+        inputs = _inputs(node)
+        if len(inputs) > 1:  # the temperature may be trained
+            inputs = [item for item in inputs if math.prod(_output(item)[0]) > 1]
+        if len(inputs) != 1:
+            break
+        (node,) = inputs
+        name = operation_of(node)
+    return node, name
+
+
+def _is_weight(node: Any) -> bool:
+    """Return whether a node is a parameter, perhaps moved, normalised or scaled."""
+    waiting, seen = [node], {node}
+    for item in waiting:
+        new = [one for one in _inputs(item) if one not in seen]
+        if len(waiting) + len(new) > MOST_OF_WEIGHT or operation_of(item) in NOT_LOGARITHMS:
+            return False
+        seen.update(new)
+        waiting += new
+    return sum(operation_of(item).endswith("AccumulateGrad") for item in waiting) == 1
+
+
 def _is_broadcast(root: Any) -> bool:
     """Return whether the loss compares N outputs with N targets as N × N pairs, as (N, 1) against (N,) does.
 
@@ -557,12 +607,14 @@ def _has_matrix(node: Any) -> bool:
 
 def _model_facts(root: Any, path: list[Any], names: list[str]) -> dict[str, Any]:
     """Return the number of attention operations over as many queries as keys, of those that look ahead, whether an
-    embedding reads the targets of the loss themselves, and whether a softmax runs over the rows.
+    embedding reads the targets of the loss themselves, whether inputs are normalised, and whether a softmax runs over
+    the rows.
     """
     targets, nodes = _saved_targets(path, names), [*_all_nodes(root)]
     found = [looks_ahead for node in nodes if (looks_ahead := _looks_ahead(node)) is not None]
     rows = next((shape[0] for node in path if (shape := _output(node)[0])), 0)
     return {
+        "normalises_inputs": any(map(_normalises_inputs, nodes)),
         "attention_count": len(found),
         "look_ahead_count": found.count(True),
         "reads_targets": targets is not None
@@ -587,6 +639,22 @@ def _reads(node: Any, targets: Tensor) -> bool:
     first, second = indices.flatten(), targets.flatten()
     # Few different ones, or numbers in order such as positions, may agree by chance.
     return bool((first == second).all()) and len(first) > 8 and bool((first.diff() != 1).any())
+
+
+def _normalises_inputs(node: Any) -> bool:
+    """Return whether a node normalises the inputs of the model, or a linear function of them."""
+    if not operation_of(node).endswith(NORMS):
+        return False
+    values = [_without_views(item) for item in _inputs(node)]
+    return all(_is_parameter(item) or _is_layer_of_inputs(item) for item in values)
+
+
+def _is_layer_of_inputs(node: Any) -> bool:
+    return operation_of(node) in ("Addmm", "Mm", "Convolution") and all(map(_is_parameter, _inputs(node)))
+
+
+def _is_parameter(node: Any) -> bool:
+    return operation_of(_without_views(node)).endswith("AccumulateGrad")
 
 
 def _all_nodes(root: Any) -> Iterator[Any]:

@@ -75,6 +75,11 @@ class BackwardPass(NamedTuple):
     """Whether the loss function on the path is one of several terms of the loss."""
     reads_targets: bool = False
     """Whether an embedding of the model looks up the very targets of the cross-entropy, in their order."""
+    compares_outputs: bool = False
+    """Whether the logits of a cross-entropy are products of outputs with each other, as in contrastive losses, instead
+    of products with the weights of classes."""
+    normalises_inputs: bool = False
+    """Whether the model normalises its inputs, or the output of its first layer."""
     attention_count: int = 0
     """Number of attention operations of the model over as many queries as keys that the graph shows."""
     look_ahead_count: int = 0

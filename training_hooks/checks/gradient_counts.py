@@ -95,3 +95,20 @@ def _summed(counts: list[Tensor], parameters: list[nn.Parameter]) -> list[float]
 
 def _stored(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+@torch.no_grad()
+def exact_norms(parameters: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the norms of parameters in the widest type, which nearly any change alters; nothing of sharded ones."""
+    chosen = {name: item for name, item in parameters.items() if item.numel() and not is_sharded(item)}
+    found = [torch.linalg.vector_norm(item, dtype=_wide(item)) for item in chosen.values()]
+    if not found:
+        return {}
+    device = found[0].device
+    values = torch.stack([norm.to(device, widest(device)) for norm in found]).tolist()
+    return dict(zip(chosen, values, strict=True))
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    wide = widest(tensor.device)
+    return {torch.float64: torch.complex128, torch.float32: torch.complex64}[wide] if tensor.is_complex() else wide

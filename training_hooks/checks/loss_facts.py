@@ -39,6 +39,8 @@ def loss_facts(passes: Sequence[BackwardPass], rows: int = 0) -> dict[str, float
         "loss_divisor": passes[0].divisor,
         "doubly_normalised": int(any(one.is_doubly_normalised for one in passes)),
         "lacks_log_softmax": int(any(one.lacks_log_softmax for one in passes)),
+        "normalises_inputs": int(all(one.normalises_inputs for one in passes)),
+        "loss_compares_outputs": int(any(one.compares_outputs for one in passes)),
         "loss_is_broadcast": int(any(one.is_broadcast for one in passes)),
         "loss_has_terms": int(any(one.has_terms for one in passes)),
         "reads_targets": int(any(one.reads_targets for one in passes)),

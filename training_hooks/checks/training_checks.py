@@ -23,7 +23,7 @@ from .batch_facts import (
     target_facts,
     with_own_targets,
 )
-from .gradient_counts import LayerWeights, count_gradients
+from .gradient_counts import LayerWeights, count_gradients, exact_norms
 from .loss_facts import loss_facts, nonfinite_facts, reduces_targets_alike
 from .module_modes import module_modes
 from .next_tokens import token_facts
@@ -76,7 +76,8 @@ class TrainingChecks(TrainingHook):
             | 0: nothing learns. Rising by orders of magnitude: the run diverges.
         lr | learning rate of the first parameter group; reported every step, if the group has a number | [0, ∞)
             | Compare with the schedule that you planned: a scheduler that is called too often ends it early.
-        without_gradient_count | trainable parameters without a gradient | 0, 1, 2, …
+        without_gradient_count | trainable parameters of an optimizer that have no gradient and keep their values
+            | 0, 1, 2, …
             | Above 0: parameters that the loss does not depend on, detached outputs, or layers that are not called.
         without_gradient/<parameter> | checked steps in a row without a gradient there and in between | 1, 2, 3, …
             | Growing: the parameter never trains. 1 now and then: a layer that some steps skip.
@@ -89,6 +90,11 @@ class TrainingChecks(TrainingHook):
             | Above 0 after a few checks: these parameters do not learn from the loss.
         never_gradient/<parameter> | number of checked steps so far | 1, 2, 3, …
             | The parameter had no non-zero gradient in any of them.
+        outside_gradient_count | trainable parameters in no optimizer that have a non-zero gradient; reported if there
+            are parameters in no optimizer | 0, 1, 2, …
+            | Above 0: the loss would train them, but no optimizer does.
+        outside_moved_count | those without a gradient whose values have changed since the start; reported likewise
+            | 0, 1, 2, … | Above 0: target networks and averages, which code other than an optimizer changes.
         frozen_later_count | parameters that were trained at an earlier check and are frozen since; reported from the
             first one on | 0, 1, 2, …
             | Above 0 to the end: something set requires_grad to False and did not set it back.
@@ -124,6 +130,10 @@ class TrainingChecks(TrainingHook):
             1/divisor, that of a sum its targets/divisor; not reported for a single micro-batch, and where the graph
             does not show the reduction or the division | {0, 1}
             | 0: their gradients add up, as with a larger learning rate.
+        normalises_inputs | 1 if a normalisation gets the inputs of the model, or the output of a layer of them, else 0
+            | {0, 1} | 1: the scale of the inputs hardly matters.
+        loss_compares_outputs | 1 if the logits of a cross-entropy are products of outputs with each other, else 0
+            | {0, 1} | 1: a contrastive loss, whose target is the position of the pair and no class.
         loss_is_broadcast | 1 if the loss compares N outputs with N targets in N · N pairs, else 0 | {0, 1}
             | 1: outputs of shape (N, 1) meet targets of shape (N,), so that each output is compared with all targets.
         look_ahead_fraction | attention operations in which positions see later ones / all attention operations over as
@@ -234,6 +244,10 @@ class TrainingChecks(TrainingHook):
     """Checked steps in a row in which such parameters were frozen."""
     _thawed = Remembered(list[str])
     """Parameters that were frozen only for a while, as in trainings of two networks in turn."""
+    _moved = Remembered(list[str])
+    """Parameters without a gradient that have changed between two checks."""
+    _sizes = Remembered(dict[str, float], saved=False)
+    """Exact norms of the parameters at the start, and of those without a gradient at their last check."""
     _checks = Remembered(int)
     _batches = Remembered(int)  # checked batches with targets
     _single_class_batches = Remembered(int)
@@ -258,6 +272,7 @@ class TrainingChecks(TrainingHook):
             UsageError: a pattern of names matches no parameter.
         """
         self._layers = LayerWeights.of(run.model)
+        self._sizes = exact_norms({name: item for name, item in trainable(run.model).items() if not item.is_meta})
         self._budget.check_names(trainable(run.model))
 
     def compute(self, ctx: RunDataContext) -> Metrics:
@@ -312,7 +327,8 @@ class TrainingChecks(TrainingHook):
         parts = parts_of(ctx.batch_data)
         self._norm = joint_norm(live_gradients(parameters.values())) if ctx.grad_norm is None else ctx.grad_norm
         metrics = self._frozen_metrics(ctx.model)
-        metrics |= self._gradient_metrics(parameters) | self._precision_metrics(ctx, parameters)
+        held = {name for group in ctx.optimizer_groups for name in group.names}
+        metrics |= self._gradient_metrics(parameters, held) | self._precision_metrics(ctx, parameters)
         rows = len(parts[0].inputs) if parts else 0
         facts = loss_facts(ctx.backward_passes, rows)
         if ctx.backward_passes and ctx.step > 1:
@@ -333,16 +349,23 @@ class TrainingChecks(TrainingHook):
         self._frozen = _continued(self._frozen, frozen)
         return self._family("frozen_later", self._frozen) if self._frozen or self._thawed else {}
 
-    def _gradient_metrics(self, parameters: Mapping[str, nn.Parameter]) -> Numbers:
-        """Return the metrics of missing and zero gradients, and of dead units."""
+    def _gradient_metrics(self, parameters: Mapping[str, nn.Parameter], held: set[str]) -> Numbers:
+        """Return the metrics of missing and zero gradients, and of dead units; ``held`` are names of the optimizers."""
         counts, dead_shares = count_gradients(parameters, self._layers.by_units)
-        self._without = _continued(self._without, [name for name in parameters if name not in counts])
+        outside = {name for name in parameters if held and name not in held}
+        self._note_moved(parameters, counts)
+        elsewhere = outside | {*self._moved}
+        self._without = _continued(self._without, [n for n in parameters if n not in counts and n not in elsewhere])
         self._zero = _continued(self._zero, [name for name, count in counts.items() if not count])
         self._with_gradient = [name for name, count in counts.items() if count]
         self._trained = [*dict.fromkeys([*self._trained, *self._with_gradient])]
-        trained = {*self._trained}
+        trained = {*self._trained} | elsewhere
         never = {name: self._checks for name in parameters if name not in trained}
-        metrics = self._family("without_gradient", self._without) | self._family("zero_gradient", self._zero)
+        metrics: Numbers = {}
+        if outside:
+            metrics["outside_moved_count"] = len(outside & {*self._moved})
+            metrics["outside_gradient_count"] = sum(counts.get(name, 0) > 0 for name in outside)
+        metrics |= self._family("without_gradient", self._without) | self._family("zero_gradient", self._zero)
         metrics |= self._family("never_gradient", never)
         sizes = {name: parameters[name].numel() for name in counts}
         weights = [name for name in counts if name in self._layers.weights and not _is_sparse(parameters[name])]
@@ -355,6 +378,14 @@ class TrainingChecks(TrainingHook):
             metrics |= {f"dead_units/{name}": dead[name] for name in self._budget.choose(dead)}
             metrics["dead_units_max"] = max(shares.values())
         return metrics
+
+    def _note_moved(self, parameters: Mapping[str, nn.Parameter], counts: Mapping[str, int]) -> None:
+        """Note parameters without a gradient that have changed: target networks, optimizers that step in backward."""
+        known = counts.keys() | {*self._moved, *self._trained}
+        idle = {name: item for name, item in parameters.items() if name not in known}
+        sizes = exact_norms(idle)
+        self._moved = [*self._moved, *(name for name in sizes if self._sizes.get(name, sizes[name]) != sizes[name])]
+        self._sizes |= sizes
 
     def _precision_metrics(self, ctx: RunDataContext, parameters: Mapping[str, nn.Parameter]) -> Numbers:
         has_parameter = any(parameter.dtype is torch.float16 for parameter in parameters.values())

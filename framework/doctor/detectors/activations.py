@@ -9,7 +9,7 @@ from ...errors import listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
-from ..levels import falls_short, loss_fall
+from ..levels import falls_short, loss_fall, target_sizes
 from .gradients import are_experts, never_trained
 
 
@@ -106,10 +106,13 @@ class ActivationsGrow(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if a block's root mean square has grown by a factor and the loss does not fall."""
+        sizes = target_sizes(history)
+        wanted = 2 * float(sizes[-1]) if len(sizes) else 0.0  # the size of outputs that fit the targets of a regression
         for name, curve in history.family("activations/rms").items():
             if (
                 len(curve) >= 3
                 and curve.first > 1e-6
+                and curve.last > wanted
                 and self.limit("growth") < curve.last / curve.first < math.inf
                 and falls_short(history, 0.1)
             ):

@@ -129,6 +129,8 @@ class SortedByClass(Detector):
         classes = history.last(f"{CHECKS}/class_count")
         if curve.last_step < 3 or rows < 8 or not classes > 1 or history.last(f"{CHECKS}/normalised_over_rows") > 0:
             return
+        if history.last(f"{CHECKS}/loss_compares_outputs") > 0:  # the target of a contrastive loss is a position
+            return
         if curve.last > self.limit("share"):
             problem = (
                 f"In {curve.last:.0%} of the checked batches all targets are the same class: the data are sorted and "
@@ -215,6 +217,8 @@ class InputsNotNormalised(Detector):
         """Return a finding if the first checked inputs are out of range."""
         mean, deviation = history.curve(f"{CHECKS}/input_mean"), history.curve(f"{CHECKS}/input_std")
         if not 0 < deviation.first < math.inf or not math.isfinite(mean.first):
+            return
+        if history.last(f"{CHECKS}/normalises_inputs") > 0:
             return
         offset = abs(mean.first) / deviation.first
         is_large = deviation.first > self.limit("deviation")

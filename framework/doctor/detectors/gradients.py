@@ -72,7 +72,9 @@ class WithoutGradient(Detector):
         never = history.curve("training_checks/never_gradient_count")
         missing = history.curve("training_checks/without_gradient_count")
         trainable = max(int(history.facts.get("trainable", 0)), 1)
-        at_once = missing.first / trainable > self.limit("share_at_once")
+        # A gradient of 0 may be one of the next step; parameters that something else changes are in neither count.
+        absent = min(missing.first, never.last)
+        at_once = absent / trainable > self.limit("share_at_once")
         if not len(never) or not never.last:
             return
         is_early = never.last_step < self.limit("patience")
@@ -84,7 +86,7 @@ class WithoutGradient(Detector):
         names = never_trained(history)
         if are_experts(names):  # see router-collapse
             return
-        count = int(missing.first if is_early else never.last)
+        count = int(absent if is_early else never.last)
         share = count / trainable
         if share >= 1 and loss_fall(history) > self.limit("fall"):
             return  # the optimizer steps within the backward pass, and clears the gradients there
@@ -320,6 +322,7 @@ class GradientsAllZero(Detector):
             "parameters-without-gradient",
         }
     )
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the gradient has been 0 for several steps, unless the loss has been learned to be 0."""
@@ -363,8 +366,12 @@ class GradientsZeroedTooEarly(Detector):
         "every micro-batch, so that only the last one counts. Call it once per step, after optimizer.step()."
     )
     source = "torch.optim documentation: the order of backward, step and zero_grad"
-    thresholds = {"checks": Threshold(3, "checked steps, or all of them in a shorter run")}
+    thresholds = {
+        "checks": Threshold(3, "checked steps, or all of them in a shorter run"),
+        "share": Threshold(0.9, "of the checked steps; a misplaced call takes the gradients of every step"),
+    }
     needs = ("training_checks",)
+    waits = True
     explains = frozenset(
         {
             "optimizer-without-effect",
@@ -383,7 +390,8 @@ class GradientsZeroedTooEarly(Detector):
         norms, factors = gradient_norms(history), history.curve(f"{CHECKS}/clip_factor")
         has_gradient = np.array([norms.at(int(step)) > 0 for step in factors.steps], dtype=bool)
         is_lost = (factors.values == 0) & has_gradient
-        if len(is_lost) and int(is_lost.sum()) >= min(self.limit("checks"), len(is_lost)):
+        # A mask over rows may leave nothing of single gradients.
+        if int(is_lost.sum()) >= max(1, min(self.limit("checks"), len(is_lost)), self.limit("share") * len(is_lost)):
             yield self.finding(
                 "critical",
                 factors.first_step_where(is_lost) or 0,
@@ -513,7 +521,8 @@ class ExplodingGradients(Detector):
             return
         if len(values) < 20 and not self._is_huge_at_once(history):
             return
-        first, last, usual = start_level(norms, 10), end_level(norms), median_of(values)
+        # Steps without a gradient, such as those of equal rewards, are no measure.
+        first, last, usual = start_level(norms, 10), end_level(norms), median_of(values[values > 0])
         if self._is_huge_at_once(history):
             yield self._finding(
                 1,

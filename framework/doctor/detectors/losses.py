@@ -14,8 +14,10 @@ from ..history import Curve, History
 from ..levels import (
     CHECKS,
     compared,
+    divided_afterwards,
     end_level,
     falls_short,
+    is_minimised,
     loss_fall,
     median_of,
     start_level,
@@ -477,12 +479,13 @@ class LossSummed(Detector):
             "warm-up-missing",
         }
     )
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the graph of the loss ends with a sum that nothing divides."""
         curve = history.curve(f"{CHECKS}/loss_is_summed")
         rows = history.settings.get("batch_size")
-        if not curve.last > 0 or rows == 1:
+        if not curve.last > 0 or rows == 1 or divided_afterwards(history):
             return
         # Adam ignores the scale of gradients, and some losses, such as those of autoencoders, are sums by definition.
         is_by_definition = history.is_adam_like and not history.last(f"{CHECKS}/class_count") > 0
@@ -520,11 +523,13 @@ class AccumulationNotAveraged(Detector):
             "loss-rising",
         }
     )
+    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the losses of several micro-batches are not divided by their number."""
         averaged = history.curve(f"{CHECKS}/averages_micro_batches")
-        if averaged.last != 0 or history.last(f"{CHECKS}/loss_is_summed") > 0:  # see loss-summed
+        is_summed = history.last(f"{CHECKS}/loss_is_summed") > 0  # see loss-summed
+        if averaged.last != 0 or is_summed or divided_afterwards(history):
             return
         # The last step of an epoch may have fewer micro-batches, and does not report whether it averages one.
         parts = int(history.curve(f"{CHECKS}/micro_batches").at(averaged.last_step))
@@ -587,6 +592,8 @@ class InitialLossHigh(Detector):
             return
         if history.facts.get("scaler") and first > LEAST_SCALE * uniform:
             return  # the loss times the factor of a loss scaler
+        if history.last(f"{CHECKS}/loss_is_summed") > 0 or divided_afterwards(history):
+            return  # the loss of all elements together, see loss-summed
         # The logits of a pretrained model may be large for other data.
         is_pretrained = bool(history.facts.get("frozen_modules")) or (
             first < self.limit("certain") * uniform and self._has_usual_scales(history)
@@ -720,7 +727,7 @@ class LossRising(Detector):
             )
             return
         maximises = any(group.get("maximize") is True for group in history.facts.get("groups", ()))
-        if len(loss) < 20 or not loss.first > 0:
+        if len(loss) < 20 or not loss.first > 0 or not is_minimised(history):
             return
         first, last = start_level(loss), end_level(loss)
         finite = np.isfinite(loss.values)

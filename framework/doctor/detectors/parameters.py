@@ -43,6 +43,12 @@ class WithoutOptimizer(Detector):
         missing = history.facts.get("without_optimizer", {})
         if not missing.get("count"):
             return
+        # Target networks and averages are copies at first, get no gradient, and are changed by the script.
+        is_trained = history.last("training_checks/outside_gradient_count") > 0
+        if missing.get("copies") == missing["count"] and not is_trained:
+            return
+        if history.last("training_checks/outside_moved_count") >= missing["count"]:
+            return
         foreign = history.facts.get("foreign_in_optimizer", 0)
         reason = (
             f", while it holds {foreign} tensors that are not in the model: it was created before the model was "

@@ -783,3 +783,54 @@ def test_running_statistics_of_one_batch(facts: dict[str, float], evaluated: flo
     history.facts = facts
     history.add(400, {"training_metrics/evaluation/train_loss": Series([200, 300, 400], [evaluated] * 3)})
     assert ("batchnorm-momentum" in ids(history)) is expected
+
+
+def ids_with(curves: dict[str, list[float]], **facts: object) -> list[str]:
+    """Return the ids of findings about a healthy history with these values at the first checks."""
+    history = healthy_history()
+    history.facts |= facts  # type: ignore[operator]
+    for name, values in curves.items():
+        history.add(200, {f"training_checks/{name}": Series([1, 2, 3, 5, 10, 20][: len(values)], values)})
+    return [finding.id for finding in diagnose(history).at_least("warning")]
+
+
+@pytest.mark.parametrize(
+    ("copies", "trained", "moved", "expected"),
+    [(4, 0, 0, False), (4, 2, 0, True), (0, 0, 0, True), (0, 0, 4, False)],
+    ids=["target network", "forgotten copies", "forgotten", "target network of other weights"],
+)
+def test_target_networks_need_no_optimizer(copies: int, trained: int, moved: int, expected: bool) -> None:
+    missing = {"count": 4, "names": ["a", "b"], "share": 0.3, "copies": copies}
+    found = ids_with({"outside_gradient_count": [trained], "outside_moved_count": [moved]}, without_optimizer=missing)
+    assert found == ["parameters-without-optimizer"] * expected
+
+
+@pytest.mark.parametrize(
+    ("factors", "expected"),
+    [([1.0] * 4, True), ([0.37, 0.51, 0.44, 1.0], True), ([1 / 192, 1 / 180, 0.003, 1 / 192], False)],
+)
+def test_sums_that_are_divided_later_are_no_fault(factors: list[float], expected: bool) -> None:
+    assert ids_with({"loss_is_summed": [1], "clip_factor": factors}) == ["loss-summed"] * expected
+
+
+@pytest.mark.parametrize(("factors", "expected"), [([0.0] * 6, True), ([0.0, 0.0, 0.3, 0.0, 0.0, 0.0], False)])
+def test_masks_over_rows_zero_single_gradients(factors: list[float], expected: bool) -> None:
+    assert ids_with({"clip_factor": factors}) == ["gradients-zeroed-too-early"] * expected
+
+
+@pytest.mark.parametrize(("highs", "expected"), [([1.0] * 6, True), ([1, 2, 5, 10, 40, 50], False)])
+def test_losses_of_growing_targets_may_rise(highs: list[float], expected: bool) -> None:
+    history = History()
+    history.add(100, {"training_checks/loss": Series(list(range(1, 101)), [float(step) for step in range(1, 101)])})
+    for name in ("low", "high"):
+        history.add(100, {f"training_checks/target_{name}": Series([1, 2, 3, 5, 10, 20], highs)})
+    assert ("loss-rising" in [finding.id for finding in diagnose(history)]) is expected
+
+
+def test_contrastive_losses_have_no_sorted_classes() -> None:
+    history = healthy_history()
+    history.settings = {"batch_size": 32}
+    history.add(200, {"training_checks/single_class_batch_fraction": Series([1, 2, 3, 5], [1, 1, 1, 1])})
+    assert [finding.id for finding in diagnose(history)] == ["data-sorted-by-class"]
+    history.add(200, {"training_checks/loss_compares_outputs": 1})
+    assert [finding.id for finding in diagnose(history)] == []

@@ -540,3 +540,45 @@ def test_attention_over_rows_is_found(dim: int, length: int, expected: bool) -> 
     scores = nn.Parameter(torch.randn(ROWS, length))
     outputs = (scores.softmax(dim)[..., None] * torch.randn(ROWS, length, CLASSES)).sum(1)
     assert describe_loss(F.cross_entropy(outputs, TARGETS)).is_normalised_over_rows is expected
+
+
+ROWS_OF_VIEWS = torch.ones(ROWS, 8, requires_grad=True)
+CLASS_WEIGHTS = torch.ones(CLASSES, 8, requires_grad=True)
+
+
+def encoded() -> Tensor:
+    return F.normalize(torch.tanh(ROWS_OF_VIEWS @ torch.ones(8, 8, requires_grad=True)), dim=1)
+
+
+PAIRS: dict[str, tuple[Callable[[], Tensor], bool]] = {
+    "all pairs": (lambda: encoded() @ encoded().T / 0.1, True),
+    "trained temperature": (lambda: encoded() @ encoded().T * torch.ones((), requires_grad=True).exp(), True),
+    "pair and queue": (
+        lambda: torch.cat([(encoded() * encoded()).sum(1, True), encoded() @ torch.ones(8, 9)], 1),
+        True,
+    ),
+    "classifier": (lambda: F.linear(encoded(), CLASS_WEIGHTS), False),
+    "biased classifier": (lambda: F.linear(encoded(), CLASS_WEIGHTS, torch.ones(CLASSES)), False),
+    "cosines of classes": (lambda: 16 * F.linear(encoded(), F.normalize(CLASS_WEIGHTS)), False),
+    "heads": (lambda: torch.cat([F.linear(encoded(), CLASS_WEIGHTS)] * 2, 1), False),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_contrastive_losses_compare_outputs(name: str) -> None:
+    make, expected = PAIRS[name]
+    assert describe_loss(F.cross_entropy(make(), torch.zeros(ROWS, dtype=torch.long))).compares_outputs is expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ([nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)], True),
+        ([nn.BatchNorm1d(6), nn.Linear(6, 2)], True),
+        ([nn.LayerNorm(6), nn.Linear(6, 2)], True),
+        ([nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)], False),
+        ([nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)], False),
+    ],
+)
+def test_normalisation_of_inputs_is_found(layers: list[nn.Module], expected: bool) -> None:
+    assert describe_loss(nn.Sequential(*layers)(torch.randn(ROWS, 6)).square().mean()).normalises_inputs is expected

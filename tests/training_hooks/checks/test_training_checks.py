@@ -114,6 +114,24 @@ def test_parameters_without_gradient_are_named(tmp_path: Path) -> None:
     assert found[3]["without_gradient/unused.weight"] == found[3]["never_gradient/unused.bias"] == 3
 
 
+def test_parameters_that_a_loop_changes_are_not_missing(tmp_path: Path) -> None:
+    """A target network in no optimizer is moved, as are parameters whose optimizer steps within the backward pass."""
+    model = Net()
+    optimizer = torch.optim.SGD([*model.first.parameters(), *model.last.parameters()], lr=0.1)
+    with loopscope.attach(
+        model, optimizer, hooks=[TrainingChecks()], out=tmp_path, display="none", sinks=["jsonl"]
+    ) as scope:
+        for batch in scope.batches(batches(3)):
+            scope.backward(mean_loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            model.unused.weight.data.mul_(1.0001)
+    found = read(tmp_path)
+    assert [found[step]["outside_moved_count"] for step in (1, 2, 3)] == [0, 1, 1]
+    assert {found[step]["outside_gradient_count"] for step in (1, 2, 3)} == {0}
+    assert {found[step]["never_gradient_count"] for step in (1, 2, 3)} == {0}
+
+
 def test_late_gradients_end_the_counts(tmp_path: Path) -> None:
     steps: list[int] = []
 
