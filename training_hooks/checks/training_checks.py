@@ -90,6 +90,9 @@ class TrainingChecks(TrainingHook):
             | Above 0 after a few checks: these parameters do not learn from the loss.
         never_gradient/<parameter> | number of checked steps so far | 1, 2, 3, …
             | The parameter had no non-zero gradient in any of them.
+        moved_count | parameters of an optimizer that change, though they have no gradient after the backward pass;
+            reported if there are any | 1, 2, 3, …
+            | The optimizer steps within the backward pass, and clears the gradients there.
         outside_gradient_count | trainable parameters in no optimizer that have a non-zero gradient; reported if there
             are parameters in no optimizer | 0, 1, 2, …
             | Above 0: the loss would train them, but no optimizer does.
@@ -362,6 +365,8 @@ class TrainingChecks(TrainingHook):
         trained = {*self._trained} | elsewhere
         never = {name: self._checks for name in parameters if name not in trained}
         metrics: Numbers = {}
+        if elsewhere - outside:
+            metrics["moved_count"] = len(elsewhere - outside)
         if outside:
             metrics["outside_moved_count"] = len(outside & {*self._moved})
             metrics["outside_gradient_count"] = sum(counts.get(name, 0) > 0 for name in outside)

@@ -326,6 +326,8 @@ class GradientsAllZero(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the gradient has been 0 for several steps, unless the loss has been learned to be 0."""
+        if history.last(f"{CHECKS}/moved_count") > 0:  # the optimizer steps within the backward pass
+            return
         norms, loss = gradient_norms(history), history.loss
         trained = np.flatnonzero(norms.values != 0)
         since = int(trained[-1]) + 1 if len(trained) else 0

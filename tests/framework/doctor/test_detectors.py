@@ -834,3 +834,12 @@ def test_contrastive_losses_have_no_sorted_classes() -> None:
     assert [finding.id for finding in diagnose(history)] == ["data-sorted-by-class"]
     history.add(200, {"training_checks/loss_compares_outputs": 1})
     assert [finding.id for finding in diagnose(history)] == []
+
+
+@pytest.mark.parametrize(("moved", "expected"), [(4, []), (0, ["gradients-all-zero"])])
+def test_optimizers_in_backward_leave_no_gradient(moved: int, expected: list[str]) -> None:
+    history = with_losses([1.0] * 20)
+    history.curves.pop("training_checks/grad_norm")
+    history.add(20, {"training_checks/grad_norm": Series(list(range(1, 21)), [0.0] * 20)})
+    history.add(20, {"training_checks/moved_count": moved} if moved else {})
+    assert [name for name in ids(history) if "gradient" in name] == expected
