@@ -586,6 +586,38 @@ def test_slow_disk_skips_checkpoints_without_blocking(tmp_path, monkeypatch) -> 
     assert steps_in(tmp_path, SmallSteps)
 
 
+class Preconditioner:
+    """An object that a checkpoint cannot store."""
+
+    factor = 0.5
+
+
+class Preconditioned(torch.optim.SGD):
+    """SGD that creates an object in its state in the first step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight].setdefault("preconditioner", Preconditioner())
+        return super().step(closure)
+
+
+class SmallPreconditioned(Small):
+    """The small experiment with such an optimizer."""
+
+    def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return Preconditioned(model.parameters(), 0.1)
+
+
+@pytest.mark.guarantee("resumed-runs-are-identical")
+def test_checkpoint_of_unknown_objects_is_skipped(tmp_path: Path) -> None:
+    """A notice names the object of the optimizer's state, the run completes, and no checkpoint is left."""
+    with pytest.warns(RunNotice, match=r"checkpoint of step 2 is skipped\. .*[Pp]reconditioner"):
+        session(tmp_path, SmallPreconditioned, strategies=["plain"], checkpoint_every_steps=2, hooks=["hessian"]).run()
+    assert read_json(folder_of(tmp_path) / "summary.json")["status"] == "completed"
+    assert steps_in(tmp_path) == []
+
+
 @pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("saved", [0, 1])
 def test_full_disk_at_the_end_explains_recovery(saved: int, tmp_path: Path) -> None:

@@ -258,6 +258,16 @@ def test_usage_mistakes_raise_specific_errors(tmp_path: Path, mistake: str) -> N
         do(trainer(tmp_path, num_train_epochs=1))
 
 
+@pytest.mark.guarantee("mistakes-are-refused-early")
+def test_optimizer_with_closure_is_refused(tmp_path: Path) -> None:
+    """LBFGS is refused by name before the first step."""
+    made = trainer(tmp_path, num_train_epochs=1)
+    made.optimizer = torch.optim.LBFGS(made.model.parameters())
+    attached(made, ["norms"])
+    with pytest.raises(UsageError, match="LBFGS needs a closure, which a Trainer does not provide"):
+        made.train()
+
+
 def test_hook_points_follow_the_loop_order(tmp_path: Path) -> None:
     """The Trainer dispatches every hook point in the order of the loopscope loop."""
     spy = SpyHook()

@@ -130,6 +130,7 @@ def test_passes_of_hooks_are_undone(tmp_path: Any, change: str, name: str) -> No
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("change", CHANGES)
 def test_evaluations_of_changing_models_are_undone(tmp_path: Any, change: str) -> None:
+    """The final state of a loop that evaluates equals that of the loop without evaluations."""
     assert train(CHANGES[change], tmp_path / "run", evaluates=True) == train(CHANGES[change])
 
 

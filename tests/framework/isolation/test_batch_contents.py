@@ -67,6 +67,7 @@ def observed(make: Callable[[], Any], change: Callable[[Any], Any], call: int, *
 @pytest.mark.parametrize("call", [1, 5])
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_contents_of_a_batch_are_detected(name: str, call: int) -> None:
+    """In the first call and in a call whose bytes are not compared, the error names hook and point."""
     with pytest.raises(StateMutationError, match="'spy' at PRE_STEP"):
         observed(*CHANGES[name], call)
 

@@ -81,6 +81,7 @@ def test_changed_record_is_reported(reader: str, run: Path, whole: Path, capfd, 
 @pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("reader", OF_WEIGHTS)
 def test_changed_weights_are_reported(reader: str, run: Path, whole: Path, capfd, monkeypatch) -> None:
+    """A bit of the final weights differs."""
     monkeypatch.setenv("COLUMNS", "400")
     flip(run / "plain_final.pt")
     assert "plain_final.pt is damaged" in said_by(READERS[reader], run, whole, capfd)

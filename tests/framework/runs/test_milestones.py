@@ -48,6 +48,7 @@ def final_weights(folder: Path) -> bytes:
 @pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("step", [3, 8])
 def test_resumed_milestones_equal_the_whole_run(step: int, finished: Path, tmp_path: Path) -> None:
+    """The drops of a ``MultiStepLR`` that come after the interruption happen at their steps."""
     options = {**OPTIONS, "hooks": ["path_length"]}
     kill_after(step, tmp_path / "killed", tmp_path / "left", Milestones, **options)
     session(tmp_path / "left", Milestones, **options, resume=True).run()

@@ -185,6 +185,7 @@ REST: Any = {"deadline": None, "suppress_health_check": [HealthCheck.function_sc
 @settings(max_examples=15, **REST)
 @given(data=st.data())
 def test_mutated_files_never_show_tracebacks(whole: Path, capfd, data) -> None:
+    """Hypothesis damages a file; every command that reads the run reports it or reads the rest."""
     check(whole, capfd, data)
 
 

@@ -96,6 +96,7 @@ def weights(folder: Path, hooks: list[str], loss: Callable[..., Any], kind: type
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_generator_of_a_loss_is_not_moved(kind: str, place: str, tmp_path: Path) -> None:
+    """A hook that computes losses leaves the weights of a loss that draws from a private generator."""
     make, draw = KINDS[kind]
     made = [PLACES[place](make(), draw) for _ in range(2)]
     assert weights(tmp_path, HOOKS[:1], made[0]) == weights(tmp_path, [], made[1])
@@ -104,6 +105,7 @@ def test_generator_of_a_loss_is_not_moved(kind: str, place: str, tmp_path: Path)
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("hook", HOOKS)
 def test_generator_of_a_forward_pass_is_not_moved(hook: str, tmp_path: Path) -> None:
+    """Hooks leave the weights of a model that draws from a private generator in its forward pass."""
     loss = lambda model, batch: model(batch).square().mean()
     GLOBAL.manual_seed(5)
     bare = weights(tmp_path, [], loss, Noisy)

@@ -115,6 +115,7 @@ TOTAL = 9
 
 
 def test_all_schedulers_of_torch_are_covered() -> None:
+    """Every class of ``torch.optim.lr_scheduler`` is a row of the tests of resumed schedules."""
     kinds = {type(make(sgd([torch.zeros(1)]))) for make in SCHEDULERS.values()}
     classes = [item for name in schedulers.__all__ if isinstance(item := getattr(schedulers, name), type)]
     assert {*classes} - {schedulers.LRScheduler} <= kinds

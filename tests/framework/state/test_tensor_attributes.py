@@ -61,6 +61,7 @@ def trained(owner: str, hooks: list[str], folder: Path) -> tuple[list[float], in
 @pytest.mark.parametrize("owner", OWNERS)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_passes_of_hooks_leave_attributes_of_tensors(hook: str, owner: str, tmp_path: Path) -> None:
+    """The forward pass writes attributes of a tensor; weights and attributes equal those without hooks."""
     bare = trained(owner, [], tmp_path)
     assert bare[1:] == (4, 4.0)
     assert trained(owner, [hook], tmp_path) == bare
@@ -89,6 +90,7 @@ def test_changed_attribute_is_detected_and_undone(owner: str, change: Any) -> No
 @pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("owner", OWNERS)
 def test_attributes_of_tensors_are_stored(owner: str, tmp_path: Path) -> None:
+    """A checkpoint contains them, and loading it restores them."""
     state, fresh = state_of(owner), state_of(owner)
     for _ in range(3):
         state.model(torch.ones(1, 4))
