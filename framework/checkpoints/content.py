@@ -208,7 +208,6 @@ class RunState:
             state.loop.pre_epoch = manager.pre_epoch_copy
             state.loop.pre_epoch.save(state)
         restore_state(content["state"], state, where)
-        # Metrics first: they show which hooks had already reported, and an error of such a hook ends the run.
         manager.dispatch.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})
         manager.hooks.load_state_dict(content["hooks"])
         last = state.loop.step + len(manager.task.loader)

@@ -1,6 +1,6 @@
 """Handling of hook failures: a failure ends the run, or drops the hook."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from traceback import format_exception
 from typing import Any, Literal
@@ -26,7 +26,6 @@ from ..hooks import HookPoint, InterventionHook, TrainingHook
 from ..state import explain_nondeterminism
 from .error_advice import advice_on_error, called_method
 
-SNAPSHOT = HookPoint.SNAPSHOT.name
 LOAD = "load_state_dict"
 CALLED_BEFORE_RUN = ("describe_metrics", "start", "taps")
 """Calls in which a :class:`UsageError` of a hook refuses the run."""
@@ -47,18 +46,12 @@ class Failure:
         return self.sentence
 
 
-def _no_points(name: str) -> Collection[str]:
-    """Return no points: the default for runs without recorded metrics."""
-    return ()
-
-
 @dataclass
 class HookFailures:
     """Decides whether a hook failure ends the run (see :class:`HookManager`), and records all failures.
 
-    A hook that was enabled by a group, not by name, is dropped if it raises before its first report: the first call at
-    a hook point that returns a metric. At SNAPSHOT, it is dropped if it raises before its first report there, which may
-    be days later. A hook that was enabled by name, or has reported (also before an interruption), ends the run.
+    A hook that was enabled by a group, not by name, is dropped if it raises. A hook that was enabled by name ends the
+    run.
     """
 
     on_error: Literal["raise", "skip"]
@@ -67,8 +60,6 @@ class HookFailures:
     left_out: dict[str, str] = field(default_factory=dict)
     pending: LoopscopeError | None = None
     """First error of the current step; the run completes the step before it ends."""
-    points_of_reports: Callable[[str], Collection[str]] = _no_points
-    """Maps a hook's name to the names of the hook points at which it has reported."""
     reloaded: Mapping[str, int] = field(default_factory=dict)
     """Last step of the first epoch after resuming, by the names of the hooks whose state was restored."""
     earlier: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]] = ((), {})
@@ -81,9 +72,9 @@ class HookFailures:
             LoopscopeError: the error ends the run now.
         """
         explained = explain_nondeterminism(error)
-        is_unsuitable = isinstance(error, UnsuitableError) and hook.name not in self.required
-        if is_unsuitable or self.may_leave_out(hook, where):
-            sentence = f"Hook {hook.name!r} raised at {_first_moment(where, step)}: {with_lines(explained)}"
+        if hook.name not in self.required:
+            sentence = f"Hook {hook.name!r} raised at {_moment(where, step)}: {with_lines(explained)}"
+            is_unsuitable = isinstance(error, UnsuitableError)
             return self.leave_out(hook, where, step, str(error) if is_unsuitable else shortened(sentence, 290))
         if where == LOAD:
             raise UsageError(
@@ -117,13 +108,6 @@ class HookFailures:
             raise failure
         self.pending = self.pending or failure
         return Failure(hook.name, where, step, message, "held back")
-
-    def may_leave_out(self, hook: TrainingHook, where: str) -> bool:
-        """Return whether a hook that raises at ``where`` is dropped: a group enabled it, and it has not reported."""
-        if hook.name in self.required:
-            return False
-        points = self.points_of_reports(hook.name)
-        return not points or (where == SNAPSHOT and SNAPSHOT not in points)
 
     def leave_out(self, hook: TrainingHook, where: str, step: int, sentence: str) -> Failure:
         """Record why a hook is left out, and warn."""
@@ -162,8 +146,6 @@ class HookFailures:
         return {*left_out, *(error["hook"] for error in self.errors)}
 
 
-def _first_moment(where: str, step: int) -> str:
-    if where == SNAPSHOT:
-        return "its first SNAPSHOT"
-    moment = f" of step {step}" if where in HookPoint.__members__ or where.startswith("tap on") else ""
-    return f"{where}{moment}, before its first report"
+def _moment(where: str, step: int) -> str:
+    is_in_step = where in HookPoint.__members__ or where.startswith("tap on") or where == "check"
+    return f"{where} of step {step}" if is_in_step else where

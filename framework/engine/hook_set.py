@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -97,7 +97,7 @@ class HookSet:
         self.profiler.caller = hook.name
         if self._offload is not None:
             function = partial(self._offload.call, hook, function)
-        call = Call(hook.name, where, step, "Hook", is_shipped(type(hook)))
+        call = _call_of(hook, where, step)
         run_hook = partial(self._run_in_gate, call, function, intervention)
         if self.profiler.enabled:
             state_of = partial(self._run_in_gate, Call(hook.name, "state_dict", step), hook.state_dict)
@@ -160,13 +160,13 @@ class HookSet:
         """Query a hook's metadata or state, isolated but neither profiled nor offloaded."""
         step = self._state.loop.step
         with self.isolation.visit():
-            call = Call(hook.name, where, step, "Hook", is_shipped(type(hook)))
+            call = _call_of(hook, where, step)
             return self._call_safely(hook, where, step, partial(self._run_in_gate, call, function))
 
     def call_tap(self, hook: TrainingHook, target: str, function: Callable[[], Result]) -> Result | None:
         """Call the function of a tap during a pass of the run: checked for mutations, but never rolled back."""
         where, step = f"tap on {target!r}", self._state.loop.step
-        call = Call(hook.name, where, step, "Hook", is_shipped(type(hook)))
+        call = _call_of(hook, where, step)
         if self._offload is not None:
             function = partial(self._offload.call, hook, function)
 
@@ -182,7 +182,7 @@ class HookSet:
 
     def run_rolled_back(self, hook: InterventionHook, where: str, function: Callable[[], Result]) -> Result:
         """Run the function of an intervention that is not one of the run's hooks; its errors are raised."""
-        call = Call(hook.name, where, self._state.loop.step, "Hook", is_shipped(type(hook)))
+        call = _call_of(hook, where, self._state.loop.step)
         return self._run_in_gate(call, function, hook)
 
     @property
@@ -280,18 +280,18 @@ class HookSet:
     def leave_out_needing(self, need: str, error: Exception) -> None:
         """Leave out the hooks with the flag ``need``, since the loop failed to compute it.
 
-        Raises the ``error`` if one of them is required or has reported metrics.
+        Raises the ``error`` if one of them is required.
         """
         self.leave_out([hook.name for hook in self._hooks if getattr(hook, need)], need, error)
 
     def leave_out(self, names: Collection[str], where: str, error: Exception) -> None:
         """Leave out the hooks with these ``names``, since ``where`` failed for them.
 
-        Raises the ``error`` if one of them is required or has reported metrics.
+        Raises the ``error`` if one of them is required.
         """
         hooks = [hook for hook in self._hooks if hook.name in names]
         is_fatal = isinstance(error, (StateMutationError, RankError, RankLostError))
-        if is_fatal or not hooks or not all(self.failures.may_leave_out(hook, where) for hook in hooks):
+        if is_fatal or not hooks or any(hook.name in self.failures.required for hook in hooks):
             raise error
         for hook in hooks:
             sentence = f"Hook {hook.name!r} cannot run: {where} failed with {with_lines(error)}"
@@ -330,7 +330,7 @@ class HookSet:
     def restrict_to(self, points: Set[HookPoint], reason: str) -> None:
         """Leave out hooks that mutate or commit, or that fire outside of ``points``; called before the start.
 
-        Raises :class:`UsageError` if one of them is required, or if no hook is left.
+        Raises :class:`UsageError` if one of them is required.
         """
         for hook in list(self._hooks):
             intervenes = isinstance(hook, InterventionHook) and (hook.mutates or bool(hook.commits))
@@ -342,7 +342,6 @@ class HookSet:
                 require(hook.name not in self.failures.required, sentence)
                 self.failures.left_out[hook.name] = sentence
                 self._drop(hook)
-        require(bool(self._hooks), f"No selected hook can run here: {reason}")
 
     def leave_out_tapping(self, sentence: str) -> None:
         """Leave out the hooks with taps; raises :class:`UsageError` with the ``sentence`` if one was named."""
@@ -441,3 +440,16 @@ class HookSet:
             return
         if table := self.call(hook, "table", self._state.loop.step, partial(hook_validation.summary_table, hook)):
             self.tables[hook.name] = table
+
+
+def _call_of(hook: TrainingHook, where: str, step: int) -> Call:
+    """Return the call of a hook's method."""
+    kind = type(hook)
+    return Call(hook.name, where, step, "Hook", is_shipped(kind), _may_draw(kind))
+
+
+@cache
+def _may_draw(kind: type[TrainingHook]) -> bool:
+    """Return whether hooks of a class may draw: not those of loopscope that only read what the loop has computed."""
+    needs = ("needs_loss", "needs_loader", "needs_evaluation", "mutates")
+    return not is_shipped(kind) or any(getattr(kind, need, False) for need in needs)

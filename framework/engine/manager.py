@@ -59,7 +59,7 @@ class HookManager:
         hooks: the hooks in the user's order, in which committing hooks run at each point.
         loop: ``"epoch"`` or ``"step"``.
         required: names of the hooks that must run (default: all). Other hooks are left out if they do not support the
-            model, or raise before their first report.
+            model, or raise.
         left_out: reasons of hooks that could not be constructed, by name.
         on_error: ``"raise"`` ends the run at the first hook that raises, ``"skip"`` continues without that hook.
         audit: compare every byte of the training state before and after every call.
@@ -120,7 +120,6 @@ class HookManager:
         )
         self._numbers = RowNumbers(global_batches(task.loader))
         self.dispatch = MetricDispatch(self.isolation, sinks, self.hooks.call, self._rows_of)
-        failures.points_of_reports = self.dispatch.points_of
         self.untapped_pass = self.taps.untapped_pass
         """Context manager without taps, for the extra loss evaluations of a step by optimizers with a closure."""
         self._hook_calls = HookCalls(self.hooks, task, state, self.dispatch, guardian_device, reference_weights)

@@ -277,11 +277,6 @@ class MetricDispatch:
         """Return the newest metrics of one point, or of all points, by full name."""
         return dict(self._newest if point is None else self._last[point])
 
-    def points_of(self, name: str) -> list[str]:
-        """Return the names of the hook points at which a hook has returned metrics, also before an interruption."""
-        points = zip(HookPoint, self._last, strict=True)
-        return [point.name for point, metrics in points if any(key.startswith(f"{name}/") for key in metrics)]
-
     def add(self, hook: TrainingHook, point: HookPoint, step: int, metrics: Metrics) -> None:
         """Buffer the metrics of one hook call."""
         if isinstance(metrics, dict) and not metrics:

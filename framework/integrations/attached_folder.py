@@ -1,11 +1,16 @@
 """The folder of an attached run: the one that was given, or the next free number in the default folder."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from ..runs import ATTACHED_RUNS, RunFolder
+import xxhash
+
+from ..durable_files import path_exists
+from ..hooks import SinkRegistry
+from ..runs import ATTACHED_RUNS, CONFIG, RunFolder
 from ..training import Ranks
 
 
@@ -20,19 +25,27 @@ class FolderChoice:
     def __init__(self, out: str | Path | None, trained_in: Path | None) -> None:
         # All paths are absolute, so that a script that changes the working directory keeps its folder.
         self._trained_in = trained_in
-        self._is_given = out is not None
+        self._given = None if out is None else Path(out).absolute()
         self._parent = (trained_in or Path()).absolute() / ATTACHED_RUNS
-        self.folder = self._at(Path(out).absolute() if out is not None else next(_free_folders(self._parent)))
+        self.folder = self._at(self._given or next(_free_folders(self._parent)))
+
+    def advance(self, training: int, *, overwrite: bool) -> None:
+        """Choose the folder for a later training of the same Trainer, which is its ``training``-th: ``out_2``."""
+        if self._given is None:
+            self.folder = self._at(next(_free_folders(self._parent)))
+            return
+        paths = (self._given.with_name(f"{self._given.name}_{number}") for number in count(training))
+        self.folder = self._at(next(path for path in paths if overwrite or not path.exists()))
 
     def _at(self, path: Path) -> RunFolder:
         """Return a folder for this run; the strategy is named after it, or after the Trainer's output folder."""
-        source = path if self._is_given or self._trained_in is None else self._trained_in
+        source = path if self._given is not None or self._trained_in is None else self._trained_in
         return RunFolder(path, source.absolute().name)
 
     @property
     def named_after(self) -> Path:
         """The path whose name describes the run: a numbered default folder says nothing about it."""
-        return self.folder.path if self._is_given else self._parent.parent
+        return self.folder.path if self._given is not None else self._parent.parent
 
     def create(self, *, overwrite: bool, is_resumed: bool) -> None:
         """Create a new numbered folder, unless one was given; refuse to overwrite another run.
@@ -40,7 +53,7 @@ class FolderChoice:
         Raises:
             UsageError: if the folder contains a run that may not be replaced, or cannot be written.
         """
-        if not (self._is_given or is_resumed):
+        if self._given is None and not is_resumed:
             folders = map(self._at, _free_folders(self._parent))
             self.folder = next(folder for folder in folders if folder.make_new())
         advice = "give attach another folder, out=, or overwrite=True"
@@ -53,9 +66,33 @@ class FolderChoice:
             self.folder = RunFolder(Path(path), strategy)
 
     def resume(self, name: str) -> None:
-        """Use the numbered folder of an earlier run, unless a folder was given."""
-        if not self._is_given:
-            self.folder = self._at(self._parent / Path(name).name)
+        """Use the folder of an earlier run of this name: a numbered one, or that of an earlier training."""
+        name = Path(name).name
+        if self._given is None:
+            self.folder = self._at(self._parent / name)
+        elif re.fullmatch(rf"{re.escape(self._given.name)}(_\d+)?", name):
+            self.folder = self._at(self._given.with_name(name))
+
+    def holds_run_of(self, sinks: Mapping[str, Any], *, overwrite: bool) -> bool:
+        """Return whether the folder has a record, which a state with these positions of sinks continues.
+
+        A record that may be overwritten is continued only if its files match the positions.
+        """
+        folder = self.folder
+        if not path_exists(folder.path / CONFIG):
+            return False
+        written = ((sink.leaves(folder.strategy), sinks.get(sink.name)) for sink in SinkRegistry)
+        digested = [(folder.path / leaves[0], place) for leaves, place in written if place and "xxh3_128" in place]
+        return not overwrite or all(_begins_with(path, place) for path, place in digested)
+
+
+def _begins_with(path: Path, position: Mapping[str, Any]) -> bool:
+    """Return whether a file begins with the content that it had at a checkpoint."""
+    try:
+        with path.open("rb") as file:
+            return xxhash.xxh3_128_hexdigest(file.read(int(position["size"]))) == position["xxh3_128"]
+    except OSError:
+        return False
 
 
 def _free_folders(parent: Path) -> Iterator[Path]:

@@ -36,7 +36,7 @@ from ..errors import (
     warn,
     with_lines,
 )
-from ..hooks import ENDLESS, Alert, StatePart, treatments
+from ..hooks import ENDLESS, Alert, StatePart, TrainingHook, treatments
 from ..isolation import undone_in_modules, undone_pass
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
@@ -96,6 +96,9 @@ class AttachedLoop:
     def __init__(
         self, options: AttachOptions, lacks: Mapping[str, str], trained_in: Path | None = None, *, bar: bool = True
     ) -> None:
+        self._given = partial(AttachedLoop, options, lacks, trained_in, bar=bar)
+        self._training = 1
+        """The number of this training among those of one Trainer."""
         self.options, self._lacks = options, dict[str, str]()
         self._hooks, self._required, self._left_out = options.create_hooks()
         self.add_lacks(lacks)
@@ -119,6 +122,16 @@ class AttachedLoop:
         self.is_in_step: Callable[[], bool] = _has_no_open_step
         self.place: dict[str, Any] = {}
         """The position of the loop, in a form of the integration; part of the state."""
+
+    def successor(self) -> "AttachedLoop":
+        """Return a loop with the same options for the next training of a Trainer, which has a separate folder."""
+        for hook in self.options.hooks:
+            if isinstance(hook, TrainingHook):
+                hook.reset()
+        following = self._given()
+        following._training = self._training + 1
+        following._folder_choice.advance(following._training, overwrite=self.options.overwrite)
+        return following
 
     @property
     def lacks(self) -> Mapping[str, str]:
@@ -248,6 +261,7 @@ class AttachedLoop:
         if self.options.overwrite and (earlier := _OPEN.get(self.path.resolve())):
             earlier._at_exit("interrupted")  # a notebook cell that runs again has lost the scope, so it is closed here
         self._ranks.check_equal({"Whether a state was loaded": self._stored is not None})
+        self._continues_record = self._has_record_of_state()
         try:
             self._ranks.call_on_all(self._create_folder)
             self._folder_choice.share(self._ranks)
@@ -282,9 +296,24 @@ class AttachedLoop:
             if modules:
                 self.manager.isolation.include(modules)
 
+    def _has_record_of_state(self) -> bool:
+        """Return whether the folder has the record that the loaded state, if any, continues; report that it has not."""
+        if self._stored is None:
+            return False
+        choice = self._folder_choice
+        is_held = choice.holds_run_of(self._stored.sinks, overwrite=self.options.overwrite)
+        if not self._ranks.gather(is_held)[0]:
+            if self._ranks.is_main:
+                notice(
+                    f"{short_path(self.path)} does not hold the run of the loaded checkpoint, so a new record starts "
+                    f"after step {self._stored.step}, with the restored state of the hooks."
+                )
+            return False
+        return True
+
     def _create_folder(self) -> None:
         if self._ranks.is_main:
-            self._folder_choice.create(overwrite=self.options.overwrite, is_resumed=self._stored is not None)
+            self._folder_choice.create(overwrite=self.options.overwrite, is_resumed=self._continues_record)
 
     def _create_run(self, first: Batch | None) -> Run:
         """Create the run; all ranks but the main one have a temporary folder."""
@@ -293,7 +322,7 @@ class AttachedLoop:
             folder = replace(folder, path=Path(self._contexts.enter_context(TemporaryDirectory())))
         info = manager.run_info(record.experiment, record.strategy, folder.path)
         info = replace(info, treatments=self.treatments, lacks=self._lacks)
-        run = Run(manager, folder, record, info, self._console, self._stored)
+        run = Run(manager, folder, record, info, self._console, self._stored, continues_record=self._continues_record)
         self._contexts.callback(run.release)
         return run
 
@@ -312,7 +341,7 @@ class AttachedLoop:
             self.manager.hooks.check_first_batch(first)
 
     def _start_record(self) -> None:
-        if self._stored is None:
+        if not self._continues_record:
             self.run.claim(self.options.reference)
         self.run.start_sinks()
 

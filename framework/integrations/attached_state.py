@@ -58,11 +58,15 @@ class StoredState:
         """The epoch of the loop."""
         return int(self.content["loop"]["epoch"])
 
+    @property
+    def step(self) -> int:
+        """The step of the loop."""
+        return int(self.content["loop"]["step"])
+
     def restore(self, manager: HookManager) -> None:
         """Restore loop, hooks and metrics; model and optimizer are restored by the script."""
         content = self.content
         vars(manager.state.loop).update(deepcopy(content["loop"]))
-        # Metrics first: they show which hooks had already reported, and an error of such a hook ends the run.
         manager.dispatch.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})
         manager.hooks.load_state_dict(content["hooks"])
         manager.hooks.failures.earlier = content["errors"], content["left_out"]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..combined_optimizers import separate_optimizers
 from ..data import Batch, MicroBatches
-from ..errors import RunNotice, UsageError, listed, notice, require, warn
+from ..errors import RunNotice, UsageError, notice, require, warn
 from ..hooks import HookPoint
 from ..state import Transient, uncompiled, visited
 from .attached_loop import AttachedLoop, Result
@@ -117,6 +117,7 @@ class CustomLoop(Transient):
         self._is_open = self._is_complete = self._is_updating = False  # state of the step
         self._is_in_epoch = self._is_data_exhausted = False  # state of the epoch
         self._is_bare = self._has_deferred_work = False
+        self._bare_points = BARE_POINTS
         self._has_checked_step = False
         self._evaluation_call = EvaluationCall()
         self._has_ready_gradients = self._has_closures = False  # whether the loop has used these calls
@@ -543,7 +544,11 @@ class CustomLoop(Transient):
             return
         has_arguments = len(inputs) > 1 or options
         if has_arguments and (given := [item for item in (*inputs[1:], *options.values()) if item is not None]):
-            self._begin_closure_step(optimizer, given)
+            if self._parts or any(isinstance(item, Closure) for item in given):
+                self._begin_closure_step(optimizer, given)
+            else:
+                self._begin_bare_step(computes_gradients=True)
+                self._is_updating = self._is_bare and HookPoint.PRE_UPDATE not in self._bare_points
             return
         if self._losses and not self._is_complete:
             self._warn_once(
@@ -604,16 +609,21 @@ class CustomLoop(Transient):
         self._index += 1
         self._has_deferred_work = True
 
-    def _begin_bare_step(self) -> None:
-        """Start a step of a loop that called optimizer.step() without the calls of the scope."""
+    def _begin_bare_step(self, *, computes_gradients: bool = False) -> None:
+        """Start a step of a loop that called optimizer.step() without the calls of the scope.
+
+        If the first step ``computes_gradients`` in a closure, no hook sees them before an update.
+        """
         attached, self._passed = self._attached, NO_ROWS
         if self.arguments is not None:
             self.arguments.disarm()
         if not attached.is_started:
             hooks = attached.manager.hooks
             reason = "loop only calls optimizer.step()"
-            hooks.restrict_to(BARE_POINTS, f"this {reason}; {ADVICE}.")
-            disabled = listed([*hooks.failures.left_out]) or "none"
+            if computes_gradients:
+                self._bare_points = BARE_POINTS - {HookPoint.PRE_UPDATE}
+            hooks.restrict_to(self._bare_points, f"this {reason}; {ADVICE}.")
+            disabled = ", ".join(hooks.failures.left_out) or "none"
             with self._hook_calls:
                 attached.start(None, None, self.close)
             self._is_bare = True

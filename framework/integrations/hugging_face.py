@@ -20,6 +20,7 @@ from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback,
 from ..checkpoints import FRESH_STREAMS, CheckpointWriter, checkpoint_folders, open_checkpoint, read_content
 from ..data import Batch
 from ..errors import UsageError, notice, require
+from ..runs import status_after
 from ..state import Transient, optimizers_of
 from ..training import takes_closure
 from .attach_options import AttachOptions, steps_in
@@ -68,12 +69,12 @@ def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
     lacks = {need: advice for need, advice in options.lacks().items() if need != "needs_loss"}
     events = TrainerEvents(trainer)
     attached = AttachedLoop(route_through_trainer(options, events.log), lacks, Path(trainer.args.output_dir), bar=False)
-    events.attached = attached
+    events.attached, events.scope = attached, AttachedScope(attached)
     for closed in earlier:
         closed.detach()
     events.wrap_train()
     trainer.add_callback(events)
-    return AttachedScope(attached)
+    return events.scope
 
 
 def trainer_settings(arguments: Any) -> dict[str, Any]:
@@ -83,9 +84,10 @@ def trainer_settings(arguments: Any) -> dict[str, Any]:
 
 
 class TrainerEvents(TrainerCallback):
-    """Passes a Trainer's events and method calls to a :class:`.CustomLoop`."""
+    """Passes a Trainer's events and method calls to a :class:`.CustomLoop`; every training is a separate run."""
 
     attached: AttachedLoop
+    scope: AttachedScope
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -110,11 +112,15 @@ class TrainerEvents(TrainerCallback):
 
     def training(self, train: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """Call ``train`` with the Trainer's methods wrapped, close the run in any case, and return the result."""
+        if self.attached.is_closed:
+            self.attached = self.attached.successor()
+            self.scope.follow(self.attached)
+        self._loop, self._parts, self._items, self._stored = None, [], None, None
         with self._wrapped():
             try:
                 result = train(*inputs, **options)
             except BaseException as error:
-                self._close("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
+                self._close(status_after(error), error)
                 raise
             self._close("completed")
             return result
@@ -145,9 +151,6 @@ class TrainerEvents(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Create the run, now that the Trainer has prepared model and optimizer."""
         trainer, attached = self._trainer, self.attached
-        require(
-            not attached.is_closed, "This run is closed; attach again, with another out=, before the next training."
-        )
         optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
@@ -193,7 +196,10 @@ class TrainerEvents(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Write the hooks' states of all ranks into the Trainer's checkpoint, if all ranks see its folder."""
-        folder, task = Path(args.output_dir) / f"checkpoint-{state.global_step}", self.attached.driver.task
+        trainer = self._trainer
+        # Private: a search saves the checkpoints of every trial in a separate folder.
+        outputs = trainer._get_output_dir(trainer._trial) if state.is_hyper_param_search else args.output_dir
+        folder, task = Path(outputs) / f"checkpoint-{state.global_step}", self.attached.driver.task
         if task.ranks.agree(not folder.is_dir()):
             return
         writer, manifest = CheckpointWriter(folder / STATE, 1, task.ranks), {"step": state.global_step, "score": None}

@@ -14,20 +14,22 @@ from torch import Tensor, nn
 from ..checkpoints import flatten_state, gather_tensors
 from ..combined_optimizers import CombinedOptimizer, single_scheduler
 from ..data import Batch, MicroBatches
-from ..errors import LoopscopeError, NoLossError, UsageError, notice, require
+from ..errors import LoopscopeError, NoLossError, UsageError, require
 from ..hooks import ENDLESS
+from ..runs import status_after
 from ..state import Transient
 from ..training import is_skipped, takes_closure
 from .attached_loop import AttachedLoop
 from .gradient_unscaling import unscaled_gradients
 from .model_wrappers import temporary_attribute, unwrap
+from .scope import AttachedScope
 
 TESTED = "2.6"
 ONE_BATCH = "take steps of one batch: accumulate_grad_batches=1"
 
 
 class LightningLoop(Transient):
-    """Translates the events of a Trainer into transitions of a driver, until the end of the fit.
+    """Translates the events of a Trainer into transitions of a driver; every fit is a separate run.
 
     ``attach_to`` combines it with Lightning's callback class.
     """
@@ -36,7 +38,11 @@ class LightningLoop(Transient):
 
     def __init__(self, trainer: Any, attached: AttachedLoop) -> None:
         super().__init__()
-        self._trainer, self._attached = trainer, attached
+        self._trainer, self._attached, self.scope = trainer, attached, AttachedScope(attached)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Prepare for a fit."""
         self._contexts = ExitStack()
         self._stage = ""  # of the step: "" between steps, then open, complete and updating, or skipped
         self._parts = MicroBatches()
@@ -52,15 +58,15 @@ class LightningLoop(Transient):
         """Whether the run is closed."""
         return self._attached.is_closed
 
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Start a new run for another fit; one that was attached again has replaced this callback."""
+        if stage == "fit" and self.is_closed:
+            self._reset()
+            self._attached = self._attached.successor()
+            self.scope.follow(self._attached)
+
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Wrap clipping and validation, which have no events; refuse optimizers whose steps hooks cannot follow."""
-        if self.is_closed:
-            if all(item.is_closed for item in trainer.callbacks if isinstance(item, LightningLoop)):
-                notice(
-                    "The run that is attached to this Trainer is closed, so this fit has no hooks; attach them again, "
-                    "with another out=, before trainer.fit(...)."
-                )
-            return
         check_names(module, ("_compiler_ctx",))
         for optimizer in trainer.optimizers:
             require(
@@ -164,7 +170,7 @@ class LightningLoop(Transient):
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """End the run as failed, or interrupted."""
-        self._finish("interrupted" if isinstance(exception, KeyboardInterrupt) else "failed", exception)
+        self._finish(status_after(exception), exception)
 
     def _finish(self, status: str, error: BaseException | None = None) -> None:
         """Remove the wrappers and end the run; its state is kept for checkpoints that are written later."""

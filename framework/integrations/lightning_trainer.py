@@ -45,8 +45,10 @@ def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
     saver = import_module(f"{package}.callbacks").Checkpoint
     others = [callback for callback in trainer.callbacks if not isinstance(callback, (LightningLoop, saver))]
     savers = [callback for callback in trainer.callbacks if isinstance(callback, saver)]  # last, as Lightning orders
-    trainer.callbacks = [*others, _callback_class(package)(trainer, attached), *savers]
-    return AttachedScope(attached)
+    callback = _callback_class(package)(trainer, attached)
+    trainer.callbacks = [*others, callback, *savers]
+    scope: AttachedScope = callback.scope
+    return scope
 
 
 def _refuse(trainer: Any, package: str) -> None:

@@ -16,6 +16,7 @@ from ..doctor import Diagnosis, diagnosis_with
 from ..errors import HookMisuseError, UsageError, require
 from ..hooks import HookPoint
 from ..preserved_streams import preserved_streams
+from ..runs import status_after
 from .attach_options import steps_in
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
@@ -51,6 +52,10 @@ class AttachedScope(JupyterMixin):
     """A view of the hooks attached to a training: folder, hooks, findings and metrics; notebooks show a summary."""
 
     def __init__(self, attached: AttachedLoop) -> None:
+        self._attached = attached
+
+    def follow(self, attached: AttachedLoop) -> None:
+        """Show the run of a Trainer's next training from now on."""
         self._attached = attached
 
     @property
@@ -270,5 +275,4 @@ class Scope(AttachedScope):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        failed = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        self.close("completed" if error is None else failed, error)
+        self.close(status_after(error), error)

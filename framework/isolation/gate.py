@@ -1,8 +1,9 @@
 """The gate for all user code: derived random streams, checks of read-only calls, rollback of interventions."""
 
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property
 from typing import NamedTuple, TypeVar
 
@@ -29,6 +30,8 @@ Result = TypeVar("Result")
 # Most mutations appear in the first calls. Later calls share one rest check at the end of the visit, except call
 # numbers that are powers of two: that also finds late mutations that do not increment a tensor's version counter.
 CALLS_CHECKED_ALONE = 3
+_VISITS = threading.RLock()
+"""Held during a visit, since trainings in several threads share the random generators and settings of the process."""
 
 
 @cache
@@ -46,6 +49,8 @@ class Call(NamedTuple):
     kind: str = "Hook"
     is_shipped: bool = False
     """Whether the code is that of loopscope, which its contract tests prove to be neutral one by one."""
+    draws: bool = True
+    """Whether the code may draw random numbers, so that it needs a separate stream."""
 
     def __str__(self) -> str:
         """Return the subject of a sentence about this call."""
@@ -90,6 +95,10 @@ class Isolation:
         self._audit = Audit(state, enabled=audit)
         self._guardian = StateCopy(guardian_device, versions=True)
         self._saved_streams: StreamState | None = None
+        self._derived_streams: StreamState | None = None
+        """The streams after the newest call of :meth:`_derive` in this visit, if other threads are running."""
+        self._derivations = 0
+        self._has_threads = False
         self._is_saved = self._holds_copies = self._is_recording = False
         self._has_commit = False
         self._modes: tuple[int, ...] = entered_modes()
@@ -121,7 +130,9 @@ class Isolation:
 
     def start_visit(self) -> None:
         """Save the run's random streams and take the baseline of every check."""
-        self._saved_streams = self.streams.save()
+        _VISITS.acquire()
+        self._has_threads, self._derived_streams = threading.active_count() > 1, None
+        self._saved_streams, self._derivations = self.streams.save(), self.streams.derivations
         self._is_saved = self._has_commit = False
         self._unchecked_calls, self._unfinished_calls, self._calls_sharing_bytes = [], [], []
         self._modes, self._grad_mode = (*map(operator.call, MODE_COUNTERS),), torch.is_grad_enabled()
@@ -150,7 +161,28 @@ class Isolation:
                 self._is_recording = False
                 NODE_HOOKS.stop()
             if saved is not None:
-                saved.restore()
+                self._restore_streams(saved)
+                _VISITS.release()
+
+    def _derive(self, call: Call) -> None:
+        """Start the random stream of a call; the run's streams include what other threads have drawn until here."""
+        if not self._has_threads:
+            self.streams.derive(call.name, call.where, call.step)
+            return
+        if self._derived_streams is not None:
+            self.streams.report_threads(self._derived_streams)
+        elif self.streams.derivations == self._derivations:
+            self._saved_streams = self.streams.save()
+        self.streams.derive(call.name, call.where, call.step)
+        self._derived_streams = self.streams.save()
+
+    def _restore_streams(self, saved: StreamState) -> None:
+        """Restore the run's streams; without a derived stream, only other threads can have drawn from them."""
+        is_derived = self.streams.derivations != self._derivations
+        if self._has_threads and is_derived:
+            self.streams.report_threads(self._derived_streams)
+        if is_derived or not self._has_threads:
+            saved.restore()
 
     def rebase(self) -> None:
         """Make the current state the baseline: after a commit, or after a rollback moved tensor versions.
@@ -217,7 +249,8 @@ class Isolation:
             torch._C._set_grad_enabled(grad_mode)
         is_full = self._prepare_check(call, self._tripwire)
         shares_quick_check = shares and not is_full and call[:2] not in self._rewriting_calls
-        self.streams.derive(call.name, call.where, call.step)
+        if call.draws:
+            self._derive(call)
         if self._has_settings:
             function = _with_settings_of(call, function)
         # torch.no_grad() as a context manager would cost each observer 1.5 µs.
@@ -262,8 +295,9 @@ class Isolation:
         is_full = self._prepare_check(all_taps, tripwire, in_pass=True)
         audit.take_baseline()
         try:
-            with self.streams.preserved():
-                self.streams.derive(call.name, call.where, call.step)
+            with self.streams.preserved() if call.draws else nullcontext():
+                if call.draws:
+                    self.streams.derive(call.name, call.where, call.step)
                 if has_settings():
                     function = _with_settings_of(call, function)
                 try:
@@ -335,7 +369,8 @@ class Isolation:
             self._is_saved = self._holds_copies = True
         if not mutates:
             self._prepare_check(call, self._tripwire)
-        self.streams.derive(call.name, call.where, call.step)
+        if call.draws:
+            self._derive(call)
         if self._has_settings:
             function = _with_settings_of(call, function)
         try:

@@ -68,6 +68,8 @@ class Run:
     display: Display
     earlier: EarlierState | None = None
     """The state of the run that this one continues, if any."""
+    continues_record: bool = True
+    """Whether the folder has the record of the run whose state is restored."""
     initial: Mapping[str, float] = field(default_factory=dict)
     """The evaluation before the first step."""
     compared_metrics: Sequence[str] = ()
@@ -141,12 +143,13 @@ class Run:
         """Start the sinks, which append to the files of the earlier run, if any, and the diagnosis."""
         if self.manager.task.ranks.is_main:
             self._start_diagnosis()
-        self.manager.dispatch.start(self.info, None if self.earlier is None else self.earlier.sinks)
+        positions = self.earlier.sinks if self.earlier is not None and self.continues_record else None
+        self.manager.dispatch.start(self.info, positions)
         self.folder.remove_manifest()
 
     def _start_diagnosis(self) -> None:
         """Add the diagnosis to the sinks, with the history of the run up to now if it continues an earlier one."""
-        if self.earlier is not None:
+        if self.earlier is not None and self.continues_record:
             self.diagnosis.history = read_history(self.folder.path, until=self.manager.state.loop.step)
         history = self.diagnosis.history
         history.facts = self.record.facts

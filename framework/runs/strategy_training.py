@@ -18,7 +18,6 @@ from ..checkpoints import (
     RowLog,
     RunState,
     Signals,
-    StoppedError,
 )
 from ..data import Batch, Loader, RowNumbers, fingerprint, first_batch, global_batches
 from ..errors import (
@@ -41,6 +40,7 @@ from .records import RunRecord
 from .resume import ResumedRun, checkpoint_errors, refuse_other_data
 from .run import Run, attempt
 from .runner import ExperimentRunner
+from .summaries import status_after
 
 
 @dataclass
@@ -112,7 +112,7 @@ class StrategyTraining:
                 if (fault := as_experiment_fault(error)) and self._has_just_begun():
                     self._discard()
                     raise fault from error.__cause__ if fault is error else error
-                self._fail(_status_after(error), error)
+                self._fail(status_after(error), error)
                 if isinstance(error, SystemExit):  # otherwise the command would end with its status, which may be 0
                     sentence = f"The experiment's code called sys.exit({error.code!r}) at step {self.state.loop.step}"
                     advice = "to end a run early, return True from should_stop"
@@ -178,7 +178,7 @@ class StrategyTraining:
         try:
             self._loop(pauses)
         except BaseException as raised:
-            status, error = _status_after(raised), explain_nondeterminism(raised)
+            status, error = status_after(raised), explain_nondeterminism(raised)
             raise
         finally:
             if recorded:
@@ -283,7 +283,3 @@ class StrategyTraining:
     def _last_checkpoint(self) -> str:
         newest = self.folder.newest_checkpoint()
         return f"The last intact checkpoint is {newest}." if newest else "No checkpoint was written."
-
-
-def _status_after(error: BaseException) -> str:
-    return "interrupted" if isinstance(error, (KeyboardInterrupt, StoppedError)) else "failed"

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..checkpoints import StoppedError
 from ..engine import HookManager
 from ..errors import with_lines
 from ..tensors import is_uninitialised
@@ -88,3 +89,12 @@ def model_size(model: nn.Module) -> dict[str, int]:
         "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         "bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
     }
+
+
+def status_after(error: BaseException | None) -> str:
+    """Return the status of a run that an error has ended; a search that prunes a trial only interrupts its run."""
+    # Recognised by its name, so that Optuna is not imported.
+    is_pruned = any(kind.__name__ == "TrialPruned" for kind in type(error).__mro__)
+    if is_pruned or isinstance(error, (KeyboardInterrupt, StoppedError)):
+        return "interrupted"
+    return "completed" if error is None else "failed"

@@ -5,6 +5,7 @@ The run's generators are those of torch (CPU and every accelerator in use), Pyth
 
 import random
 import struct
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..errors import UsageError
+from ..errors import UsageError, notice
 from .accelerators import devices_in_use, generator_state, is_present, seed_generators, set_generator_state
 from .generator_memory import find_access
 from .global_generators import TWISTER, GlobalStates
@@ -26,6 +27,11 @@ _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # the gener
 # The C method that random.Random.seed calls for an integer, after other checks: 4.3 instead of 5.7 µs.
 _SEED_PYTHON: Any = random.Random.__base__.seed  # type: ignore[union-attr]
 _ACCESS = find_access()
+QUIET_PACKAGES = frozenset(
+    "loopscope rich tqdm wandb mlflow tensorboard trackio torch multiprocessing logging ipykernel IPython zmq "
+    "jupyter_client tornado debugpy pydevd".split()
+)
+"""Packages whose threads draw no numbers, such as those of progress bars, loggers, notebooks and data loaders."""
 
 
 @dataclass(slots=True)  # not frozen, since each dispatch creates one, and a frozen one takes three times as long
@@ -125,6 +131,9 @@ class RandomStreams:
         """Read all generators; raise :class:`UsageError` if NumPy's global one is not of the default kind."""
         self.seed = seed
         self.owned = (*{id(generator): generator for generator in owned}.values(),)
+        self.derivations = 0
+        """The number of streams that were derived up to now."""
+        self._has_reported_threads = False
         self.save()
 
     def save(self) -> StreamState:
@@ -142,6 +151,7 @@ class RandomStreams:
         """Seed every generator for one call of one hook."""
         # The seed is the xxh3_64 hash of the text "run seed/name/point/step".
         seed = xxhash.xxh3_64_intdigest(b"%d/%b/%b/%d" % (self.seed, name.encode(), point.encode(), step))
+        self.derivations += 1
         seed_everything(seed)
         for generator in self.owned:
             seed_generator(generator, seed)
@@ -153,7 +163,37 @@ class RandomStreams:
         try:
             yield state
         finally:
+            if threading.active_count() > 1:
+                self.report_threads(state)
             state.restore()
+
+    def report_threads(self, earlier: StreamState | None) -> None:
+        """Report, once, that a thread of the script was running while other code drew numbers since ``earlier``.
+
+        What a thread has drawn meanwhile cannot be told from the numbers of that code.
+        """
+        if self._has_reported_threads or (earlier is not None and self.save().equals(earlier)):
+            return
+        if names := threads_of_script():
+            self._has_reported_threads = True
+            notice(
+                f"The thread {names[0]!r} runs while hooks or evaluations draw random numbers: if it draws from the "
+                "global generators of torch, NumPy or Python, it gets other numbers than without loopscope, and the "
+                "weights may differ; give it generators of its own, such as torch.Generator() and "
+                "numpy.random.default_rng()."
+            )
+
+
+def threads_of_script() -> list[str]:
+    """Return the names of the other running threads, without those of packages that draw no random numbers."""
+    threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    owners = {thread: (type(thread), getattr(thread, "_target", None)) for thread in threads}
+    return [
+        thread.name
+        for thread, places in owners.items()
+        if thread is not threading.main_thread()
+        and not {getattr(place, "__module__", "").partition(".")[0] for place in places} & QUIET_PACKAGES
+    ]
 
 
 def seed_everything(seed: int) -> None:

@@ -17,6 +17,7 @@ from .checked_function import checked_function
 from .compiled_modules import uncompiled_forward, uncompiled_hook
 from .forward_calls import ForwardCallback, forward_callback
 from .passes import Pass, RunningPasses
+from .scripted_modules import leave_taps_out_of_scripts
 from .weight_uses import elsewhere_callbacks, weight_callbacks
 
 Target = TypeVar("Target")
@@ -130,6 +131,7 @@ class AttachedTap:
 
     def attach(self) -> None:
         """Put the callbacks on the model."""
+        leave_taps_out_of_scripts()
         for register in self._registrations:
             self._attached.enter_context(register())
 

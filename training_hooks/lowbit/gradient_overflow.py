@@ -217,8 +217,13 @@ class GradientOverflow(TrainingHook):
             self._inputs.setdefault(layer, []).append(values)
 
     def _cast_gradient(self, layer: str, gradient: Tensor) -> None:
-        """Queue an output gradient for its casts, and keep the operands of its products."""
-        if not self._casts_at(self._step):
+        """Queue an output gradient for its casts, and keep the operands of its products.
+
+        A layer whose weight has become computed from other parameters during the run, as by pruning, is omitted.
+        """
+        module, transposed = self._layers[layer]
+        parameter = module._parameters.get("weight")
+        if parameter is None or not self._casts_at(self._step):
             return
         with torch.no_grad():
             self._pending_gradients.append((layer, gradient_operands(gradient.detach())))
@@ -226,8 +231,7 @@ class GradientOverflow(TrainingHook):
                 self._cast_pending_gradients()
             # The backward pass visits several uses of a layer in reverse order, so the last input comes first.
             if inputs := self._inputs.get(layer):
-                module, transposed = self._layers[layer]
-                weight = unsharded(module.get_parameter("weight").detach())
+                weight = unsharded(parameter.detach())
                 self._casts.keep_products(inputs.pop(), weight.T if transposed else weight, gradient.detach())
 
     def _cast_pending_gradients(self) -> None:

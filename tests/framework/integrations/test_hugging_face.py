@@ -221,12 +221,6 @@ def _twice(made: Any) -> None:
     attached(made, [])
 
 
-def _again(made: Any) -> None:
-    attached(made, [])
-    made.train()
-    made.train()
-
-
 def _without(name: str, made: Any) -> None:
     setattr(made, name, None)
     attached(made, [])
@@ -234,7 +228,6 @@ def _without(name: str, made: Any) -> None:
 
 MISTAKES: dict[str, tuple[Any, str]] = {
     "attach twice": (_twice, "already attached to this Trainer"),
-    "train twice": (_again, "attach again, with another out="),
     "another version": (partial(_without, "get_batch_samples"), "no get_batch_samples, .* transformers 5.23"),
     "a hook for our loop": (lambda made: attached(made, ["counterfactual"]), "trains additional epochs"),
     "a hook that reads data": (lambda made: attached(made, ["attention"]), "give loader="),
