@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import StateMutationError, library_warnings_ignored, listed
 from ..state import Part, TrainingState, arrays_of, described_tensor, hook_contents
-from ..tensors import PLAIN, addresses, local_shards
+from ..tensors import PLAIN, addresses, is_shared_memory, local_shards
 from .guardian import Objects
 from .recorded_bytes import NO_BYTES, RecordedBytes, RecordedEntries
 from .watch_list import WatchList, same_values, step_tensors
@@ -119,7 +119,7 @@ class Tripwire:
         if not self._bytes:
             return
         try:
-            changes = self._named(self._bytes.changed())
+            changes = self._named([tensor for tensor in self._bytes.changed() if not is_shared_memory(tensor)])
             now = self._state.flags.read_slow()
             changes += [name for name, value in self._settings.items() if now[name] != value]
             # Also tables that were replaced where there were none: reading all of them takes longer than a sweep.

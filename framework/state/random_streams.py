@@ -27,10 +27,10 @@ _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # the gener
 # The C method that random.Random.seed calls for an integer, after other checks: 4.3 instead of 5.7 µs.
 _SEED_PYTHON: Any = random.Random.__base__.seed  # type: ignore[union-attr]
 _ACCESS = find_access()
-QUIET_PACKAGES = frozenset(
-    "loopscope rich tqdm wandb mlflow tensorboard trackio torch multiprocessing logging ipykernel IPython zmq "
-    "jupyter_client tornado debugpy pydevd".split()
-)
+QUIET_PACKAGES = {
+    *("loopscope", "rich", "tqdm", "wandb", "mlflow", "tensorboard", "trackio", "torch", "multiprocessing", "logging"),
+    *("ipykernel", "IPython", "zmq", "jupyter_client", "tornado", "debugpy", "pydevd"),
+}
 """Packages whose threads draw no numbers, such as those of progress bars, loggers, notebooks and data loaders."""
 
 
@@ -170,7 +170,7 @@ class RandomStreams:
     def report_threads(self, earlier: StreamState | None) -> None:
         """Report, once, that a thread of the script was running while other code drew numbers since ``earlier``.
 
-        What a thread has drawn meanwhile cannot be told from the numbers of that code.
+        It is unknown whether the thread has drawn numbers meanwhile.
         """
         if self._has_reported_threads or (earlier is not None and self.save().equals(earlier)):
             return
@@ -179,7 +179,7 @@ class RandomStreams:
             notice(
                 f"The thread {names[0]!r} runs while hooks or evaluations draw random numbers: if it draws from the "
                 "global generators of torch, NumPy or Python, it gets other numbers than without loopscope, and the "
-                "weights may differ; give it generators of its own, such as torch.Generator() and "
+                "weights may differ; give it separate generators, such as torch.Generator() and "
                 "numpy.random.default_rng()."
             )
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import listed
 from ..registry import qualified
-from ..tensors import inner_tensors
+from ..tensors import inner_tensors, is_shared_memory
 from .accelerators import refuse_unprotected
 from .attributes import space_of
 from .containers import MUTABLE_CONTAINERS, keys_of, values_of
@@ -436,6 +436,12 @@ class TrainingState(StateObjects):
 
     def out_of_reach(self) -> str:
         """Return a sentence that names the objects whose state cannot be read, or an empty text."""
+        if any(map(is_shared_memory, self.modules.parameters())):
+            return (
+                "Weights are in shared memory, where other processes may train them at any time: hooks read them while "
+                "they change, such changes are not checked, and hooks that train and roll back are left out. To "
+                "observe a model without such processes, copy it instead of sharing it: copy.deepcopy(model)."
+            )
         opaque = Structure(self.roots()).opaque
         if not opaque:
             return ""

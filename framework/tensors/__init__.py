@@ -12,7 +12,10 @@ from .shards import (
     completed, dtensor_class, fully_sharded_modules, groups_of, is_partial, is_sharded, laid_out_like, local_shards,
     over_shards, replicated_like, resharded_afterwards, unsharded,
 )
-from .storage import COMPRESSED, PLAIN, byte_tensors, in_bytes, inner_tensors, is_cut_off, is_uninitialised, is_wrapper
+from .storage import (
+    COMPRESSED, PLAIN, byte_tensors, in_bytes, inner_tensors, is_cut_off, is_shared_memory, is_uninitialised,
+    is_wrapper,
+)
 from .sums_on_device import device_sums, has_device_sums
 from .vectors import (
     WIDE, Vector, accumulate, axpy, copied, cosine, dot, gradients, joint_norm, live_gradients, max_abs, minus,
@@ -24,9 +27,9 @@ __all__ = [
     "addresses", "as_matrices", "attached", "axpy", "byte_tensors", "bytes_at", "completed", "copied", "cosine",
     "cosine_of", "device_sums", "dot", "dtensor_class", "flat_products", "fully_sharded_modules", "gradients",
     "groups_of", "has_device_sums", "in_bytes", "in_range", "inner_products", "inner_tensors", "is_cut_off",
-    "is_partial", "is_readable", "is_sharded", "is_uninitialised", "is_wrapper", "joined_length", "joint_norm",
-    "laid_out_like", "length_of", "live_gradients", "local_shards", "max_abs", "may_overflow", "minus", "norm",
-    "norm_of_each", "norms", "norms_of", "over_shards", "overwrite", "pieces", "pointer_and_bits", "power_of_two",
-    "replicated_like", "resharded_afterwards", "row_norms", "scale_of", "scaled", "stacks_of_experts", "tensor_of",
-    "total_of", "trainable", "unsharded", "widened", "widest",
+    "is_partial", "is_readable", "is_sharded", "is_shared_memory", "is_uninitialised", "is_wrapper", "joined_length",
+    "joint_norm", "laid_out_like", "length_of", "live_gradients", "local_shards", "max_abs", "may_overflow", "minus",
+    "norm", "norm_of_each", "norms", "norms_of", "over_shards", "overwrite", "pieces", "pointer_and_bits",
+    "power_of_two", "replicated_like", "resharded_afterwards", "row_norms", "scale_of", "scaled", "stacks_of_experts",
+    "tensor_of", "total_of", "trainable", "unsharded", "widened", "widest",
 ]

@@ -70,3 +70,8 @@ def in_bytes(tensor: Tensor, kind: torch.dtype = torch.uint8) -> Tensor:
     """Return the bytes of a strided tensor in row-major order, as a one-byte dtype ``kind``; a view if possible."""
     # A dimension of one element may have any stride in a contiguous tensor, but view() needs stride 1.
     return tensor.contiguous().reshape(-1).as_strided((tensor.numel(),), (1,)).view(kind)
+
+
+def is_shared_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor on the CPU is in memory that other processes may write to."""
+    return type(tensor) in PLAIN and tensor.device.type == "cpu" and bool(tensor.is_shared())
