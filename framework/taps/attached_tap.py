@@ -6,6 +6,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError, unknown
@@ -37,6 +38,7 @@ class TapState(Enum):
     SEPARATE = "on the model during the separate pass only"
 
 
+_tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # what torch.jit.is_tracing() calls
 # Until Python 3.12, each look-up of a member calls a Python function.
 ATTACHED, DETACHED = TapState.ATTACHED, TapState.DETACHED
 
@@ -122,7 +124,8 @@ class AttachedTap:
         if passes.kinds[-1] is not self._pass:
             return False
         passes.have_called_taps = True
-        return self.owner.is_due()
+        # A pass that torch.jit.trace records belongs to an export, and would contain the operations of the tap.
+        return self.owner.is_due() and _tracing_state() is None
 
     def separate(self) -> None:
         """Call the tap in the separate pass only, from now on."""
