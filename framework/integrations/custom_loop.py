@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from ..combined_optimizers import separate_optimizers
 from ..data import Batch, MicroBatches
 from ..errors import RunNotice, UsageError, notice, require, warn
-from ..hooks import HookPoint
+from ..hooks import Alert, HookPoint
 from ..state import Transient, uncompiled, visited
 from .attached_loop import AttachedLoop, Result
 from .evaluation_call import EvaluationCall
 from .forward_arguments import ForwardArguments
 from .gradient_unscaling import unscaled_gradients
+from .other_optimizers import OtherOptimizers
 
 NO_ROWS: Batch = ()
 """The batch of a step whose forward pass was not seen."""
@@ -138,6 +139,9 @@ class CustomLoop(Transient):
         self._warned: set[str] = set()
         self._stepped: set[int] = set()  # the positions of the optimizers that have made this step
         self._running = [RunningStep() for _ in self._optimizers]
+        self._others = OtherOptimizers(
+            self._driver.task.model, self._optimizers, self._hook_calls, self._report_other_optimizer
+        )
         self._handles = [
             handle
             for index, optimizer in enumerate(self._optimizers)
@@ -165,6 +169,7 @@ class CustomLoop(Transient):
                 "the loop has created another optimizer, attach to that one.",
             )
             self._end_step(skipped=True)
+            self._others.watch()
         if self._is_data_exhausted:
             self.end_epoch({})
         if self._has_deferred_work:
@@ -376,7 +381,12 @@ class CustomLoop(Transient):
 
     def _begin_closure_step(self, optimizer: Optimizer, given: list[Any]) -> None:
         """Start the update of an optimizer that evaluates the closure of :meth:`closure`, one of its arguments."""
-        if not any(isinstance(item, Closure) for item in given):
+        is_known = any(isinstance(item, Closure) for item in given)
+        if not (is_known or self._parts):
+            self._begin_bare_step(computes_gradients=True)
+            self._is_updating = self._is_bare and HookPoint.PRE_UPDATE not in self._bare_points
+            return
+        if not is_known:
             raise UsageError(
                 f"{type(optimizer).__name__}.step was given a closure, which evaluates the loss within the step, where "
                 "hooks cannot follow: give it as optimizer.step(scope.closure(closure))."
@@ -472,6 +482,7 @@ class CustomLoop(Transient):
             handle.remove()
         if self.arguments is not None:
             self.arguments.disarm()
+        self._others.stop()
         self._evaluation_call.stop()
         try:
             if status == "completed" and self._has_no_step_left:
@@ -544,11 +555,7 @@ class CustomLoop(Transient):
             return
         has_arguments = len(inputs) > 1 or options
         if has_arguments and (given := [item for item in (*inputs[1:], *options.values()) if item is not None]):
-            if self._parts or any(isinstance(item, Closure) for item in given):
-                self._begin_closure_step(optimizer, given)
-            else:
-                self._begin_bare_step(computes_gradients=True)
-                self._is_updating = self._is_bare and HookPoint.PRE_UPDATE not in self._bare_points
+            self._begin_closure_step(optimizer, given)
             return
         if self._losses and not self._is_complete:
             self._warn_once(
@@ -631,6 +638,7 @@ class CustomLoop(Transient):
                 f"This {reason}, so hooks see only its updates; disabled hooks: {disabled}. To use them, {ADVICE}."
             )
             self._warn_once("bare", message)
+            self._others.watch()
         if self._is_bare:
             self.run_deferred_work()
             self._driver.loop.step += 1
@@ -641,6 +649,17 @@ class CustomLoop(Transient):
                 "scope.gradients_ready(loss) if the loop computes gradients itself."
             )
             self._warn_once("unseen", message)
+
+    def _report_other_optimizer(self, optimizer: Optimizer) -> None:
+        loop, manager = self._driver.loop, self._attached.manager
+        own = type(self._optimizers[0]).__name__
+        sentence = (
+            f"Another optimizer ({type(optimizer).__name__}) steps the parameters of the model, and hooks see only "
+            f"the steps of the attached one ({own}): close the scope and attach the new optimizer."
+        )
+        if manager.task.ranks.is_main:
+            alert = Alert(sentence, metric="other_optimizer", step=loop.step, id="optimizer-replaced")
+            manager.dispatch.report(alert, "optimizers", loop.epoch)
 
     def _warn_once(self, kind: str, sentence: str) -> None:
         if kind not in self._warned:

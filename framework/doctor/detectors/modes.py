@@ -248,6 +248,37 @@ class EvaluationInTrainMode(Detector):
 
 
 @DetectorRegistry.register
+class OptimizerReplaced(Detector):
+    """Finds steps of an optimizer that is not attached over the parameters of the model."""
+
+    name = "optimizer-replaced"
+    symptom = "Hooks report nothing after some step, or count all later steps as skipped"
+    cause = (
+        "The script has created another optimizer for the same parameters, and steps that one: hooks observe only the "
+        "attached optimizer. Close the scope and attach the new optimizer, or give attach(model, [first, second]) both."
+    )
+    source = "torch.optim.optimizer.register_optimizer_step_post_hook"
+    applies_to = "custom loops"
+    explains = frozenset({"scaler-skips-steps"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding from the alert of the loop."""
+        alerts = history.alerts_of("optimizers", "other_optimizer")
+        if not alerts:
+            return
+        step = int(alerts[0]["step"] or 0)
+        yield self.finding(
+            "warning",
+            step,
+            f"Another optimizer steps the parameters of the model since step {step:,}, and hooks do not see its "
+            "updates: later numbers about updates and the optimizer are missing or wrong.",
+            "Close the scope and attach the new optimizer, or give attach(model, [first, second]) both.",
+            Evidence("optimizers/other_optimizer", 1, 0, "0"),
+            confidence=0.95,
+        )
+
+
+@DetectorRegistry.register
 class DropoutInEvaluation(Detector):
     """Finds dropout functions that are active in eval mode."""
 

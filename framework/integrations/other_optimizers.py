@@ -1,0 +1,46 @@
+"""Steps of optimizers that are not attached, over the parameters of the attached model."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .evaluation_call import Switch
+
+
+class OtherOptimizers:
+    """Reports the first step of another optimizer that trains a parameter of the model.
+
+    It uses a hook of all optimizers, which every step in the process calls: it exists only from the moment when a step
+    may have been missed, until the first report.
+    """
+
+    def __init__(
+        self, model: nn.Module, own: Sequence[Optimizer], hook_calls: Switch, report: Callable[[Optimizer], None]
+    ) -> None:
+        self._model, self._own, self._hook_calls, self._report = model, own, hook_calls, report
+        self._handle: Any = None
+
+    def watch(self) -> None:
+        """Watch the steps from now on; further calls do nothing."""
+        if self._handle is None:
+            self._handle = register_optimizer_step_post_hook(self._after_step)
+
+    def stop(self) -> None:
+        """Stop watching."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _after_step(self, optimizer: Optimizer, inputs: Any, options: Any) -> None:
+        # A wrapper around an attached optimizer steps that one as well.
+        if self._hook_calls.is_on or any(item is optimizer for item in self._own):
+            return
+        wrapped = {id(value) for value in vars(optimizer).values()}
+        if any(id(item) in wrapped for item in self._own):
+            return
+        parameters = {id(parameter) for parameter in self._model.parameters()}
+        if any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
+            self.stop()
+            self._report(optimizer)
