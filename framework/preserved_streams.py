@@ -5,6 +5,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
+
+QUIET_PACKAGES = {
+    *("loopscope", "rich", "tqdm", "wandb", "mlflow", "tensorboard", "trackio", "torch", "multiprocessing", "logging"),
+    *("ipykernel", "IPython", "zmq", "jupyter_client", "tornado", "debugpy", "pydevd"),
+}
+"""Packages whose threads draw no numbers, such as those of progress bars, loggers, notebooks and data loaders."""
+_QUIET_THREADS: "WeakSet[threading.Thread]" = WeakSet()
 
 
 @contextmanager
@@ -14,8 +22,8 @@ def preserved_streams() -> Iterator[None]:
     Some packages draw random numbers when they are imported (``rich.style`` and ``lightning`` use Python's generator),
     and plug-ins may. NumPy and torch are not imported here, since the generator of a package that is not loaded yet
     cannot have been seeded. Accelerators are not included, since no import draws from them;
-    :class:`~loopscope.state.RandomStreams` handles them. If another thread is running, it has drawn the numbers rather
-    than an import, so nothing is restored.
+    :class:`~loopscope.state.RandomStreams` handles them. If a thread of the script is running, it has drawn the
+    numbers rather than an import, so nothing is restored.
     """
     # Imported here, since importing loopscope must be quick: Ctrl-C is handled by code that is imported after it.
     import random
@@ -29,9 +37,25 @@ def preserved_streams() -> Iterator[None]:
     try:
         yield
     finally:
-        if threading.active_count() == 1:
+        if not threads_of_script():
             random.setstate(python_state)
             if numpy_state is not None:
                 numpy.set_state(numpy_state)
             if torch_state is not None:
                 torch.set_rng_state(torch_state)
+
+
+def threads_of_script() -> list[str]:
+    """Return the names of the other running threads, without those of packages that draw no random numbers."""
+    if threading.active_count() == 1:
+        return []
+    others = {*threading.enumerate()} - {threading.current_thread(), threading.main_thread()}
+    return [thread.name for thread in others if thread not in _QUIET_THREADS and not _is_quiet(thread)]
+
+
+def _is_quiet(thread: threading.Thread) -> bool:
+    places = (type(thread), getattr(thread, "_target", None))
+    is_quiet = not QUIET_PACKAGES.isdisjoint(getattr(place, "__module__", "").partition(".")[0] for place in places)
+    if is_quiet:
+        _QUIET_THREADS.add(thread)
+    return is_quiet

@@ -14,8 +14,8 @@ from .levels import LEARNED, end_level, learned_share
 
 CHECKS = "training_checks"
 """The hook behind most detectors: without its values, nothing that they look for was checked."""
-FAILED = " cannot run: "
-"""Part of the reason of a hook that was left out because it failed, and not because it does not suit the training."""
+_FAILED = (" cannot run: ", " raised at ")
+"""Parts of the reason of a hook that was left out because it failed, and not because it does not suit the training."""
 
 
 def diagnose(history: History) -> Diagnosis:
@@ -47,6 +47,11 @@ def _findings_of(detector: Detector, history: History) -> Iterable[Finding]:
         return []
 
 
+def has_failed(reason: str) -> bool:
+    """Return whether a hook was left out because it failed."""
+    return any(part in reason for part in _FAILED)
+
+
 def lowered(finding: Finding, history: History) -> Finding:
     """Return a finding about harm to a training: a remark if its loss has fallen far, no critical one if by half."""
     fall = learned_share(history)
@@ -68,9 +73,9 @@ def _not_checked(history: History) -> list[str]:
         advice = "run with the group 'health' of hooks for a complete diagnosis"
         sentences.append(f"The record has no {listed(absent)}; {advice}.")
     sentences += [
-        f"The diagnosis is incomplete: {reason.rstrip('.')}." for reason in reasons.values() if FAILED in reason
+        f"The diagnosis is incomplete: {reason.rstrip('.')}." for reason in reasons.values() if has_failed(reason)
     ]
-    if CHECKS in reasons and FAILED not in reasons[CHECKS]:
+    if CHECKS in reasons and not has_failed(reasons[CHECKS]):
         sentences.append(f"The data, the loss and the gradients were not checked: {reasons[CHECKS].rstrip('.')}.")
     if not len(history.loss) and (history.is_over or history.step):
         sentences.append("No step with a loss was recorded, so hardly anything could be checked.")
@@ -87,7 +92,7 @@ def _has_no_rows(history: History) -> bool:
 def _missing(history: History) -> list[str]:
     """Return sentences about what was not checked for another reason than a missing measurement."""
     needed = {name for detector in all_detectors() for name in detector.needs} - {CHECKS}
-    reasons = [reason for name, reason in history.left_out.items() if name in needed and FAILED not in reason]
+    reasons = [reason for name, reason in history.left_out.items() if name in needed and not has_failed(reason)]
     sentences = [f"Not checked: {reason.rstrip('.')}." for reason in reasons]
     if _has_no_rows(history):
         sentences.append("Not checked: inputs, targets and masks, since the batches have no tensors on the CPU.")

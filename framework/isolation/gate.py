@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import StateMutationError, library_warnings_ignored
+from ..preserved_streams import threads_of_script
 from ..state import (
     MODE_COUNTERS,
     NODE_HOOKS,
@@ -98,7 +99,7 @@ class Isolation:
         self._derived_streams: StreamState | None = None
         """The streams after the newest call of :meth:`_derive` in this visit, if other threads are running."""
         self._derivations = 0
-        self._has_threads = False
+        self._has_threads = self._holds_lock = False
         self._is_saved = self._holds_copies = self._is_recording = False
         self._has_commit = False
         self._modes: tuple[int, ...] = entered_modes()
@@ -131,7 +132,8 @@ class Isolation:
     def start_visit(self) -> None:
         """Save the run's random streams and take the baseline of every check."""
         _VISITS.acquire()
-        self._has_threads, self._derived_streams = threading.active_count() > 1, None
+        self._holds_lock = True
+        self._has_threads, self._derived_streams = bool(threads_of_script()), None
         self._saved_streams, self._derivations = self.streams.save(), self.streams.derivations
         self._is_saved = self._has_commit = False
         self._unchecked_calls, self._unfinished_calls, self._calls_sharing_bytes = [], [], []
@@ -160,9 +162,13 @@ class Isolation:
             if self._is_recording:
                 self._is_recording = False
                 NODE_HOOKS.stop()
-            if saved is not None:
-                self._restore_streams(saved)
-                _VISITS.release()
+            try:
+                if saved is not None:
+                    self._restore_streams(saved)
+            finally:
+                if self._holds_lock:
+                    self._holds_lock = False
+                    _VISITS.release()
 
     def _derive(self, call: Call) -> None:
         """Start the random stream of a call; the run's streams include what other threads have drawn until here."""

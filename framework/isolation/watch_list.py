@@ -222,7 +222,10 @@ class WatchList:
         start = len(self._spaces)
         values = previous[start : start + len(self._attribute_keys)]
         for (space, key), value in zip(self._attribute_keys, values, strict=True):
-            space[key] = value
+            if value is _MISSING:  # as of an optimizer whose param_groups are a property
+                space.pop(key, None)
+            else:
+                space[key] = value
 
     def name(self, container: Any, names: dict[int, str]) -> str:
         """Return the name of a container: of the object that it belongs to, otherwise of its part."""

@@ -5,7 +5,6 @@ The run's generators are those of torch (CPU and every accelerator in use), Pyth
 
 import random
 import struct
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from ..errors import UsageError, notice
+from ..preserved_streams import threads_of_script
 from .accelerators import devices_in_use, generator_state, is_present, seed_generators, set_generator_state
 from .generator_memory import find_access
 from .global_generators import TWISTER, GlobalStates
@@ -27,11 +27,6 @@ _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # the gener
 # The C method that random.Random.seed calls for an integer, after other checks: 4.3 instead of 5.7 µs.
 _SEED_PYTHON: Any = random.Random.__base__.seed  # type: ignore[union-attr]
 _ACCESS = find_access()
-QUIET_PACKAGES = {
-    *("loopscope", "rich", "tqdm", "wandb", "mlflow", "tensorboard", "trackio", "torch", "multiprocessing", "logging"),
-    *("ipykernel", "IPython", "zmq", "jupyter_client", "tornado", "debugpy", "pydevd"),
-}
-"""Packages whose threads draw no numbers, such as those of progress bars, loggers, notebooks and data loaders."""
 
 
 @dataclass(slots=True)  # not frozen, since each dispatch creates one, and a frozen one takes three times as long
@@ -163,7 +158,7 @@ class RandomStreams:
         try:
             yield state
         finally:
-            if threading.active_count() > 1:
+            if threads_of_script():
                 self.report_threads(state)
             state.restore()
 
@@ -182,18 +177,6 @@ class RandomStreams:
                 "weights may differ; give it separate generators, such as torch.Generator() and "
                 "numpy.random.default_rng()."
             )
-
-
-def threads_of_script() -> list[str]:
-    """Return the names of the other running threads, without those of packages that draw no random numbers."""
-    threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
-    owners = {thread: (type(thread), getattr(thread, "_target", None)) for thread in threads}
-    return [
-        thread.name
-        for thread, places in owners.items()
-        if thread is not threading.main_thread()
-        and not {getattr(place, "__module__", "").partition(".")[0] for place in places} & QUIET_PACKAGES
-    ]
 
 
 def seed_everything(seed: int) -> None:

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import loopscope
 import pytest
 import torch
-from loopscope.errors import RunNotice, UsageError
+from loopscope.errors import UsageError
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
@@ -34,6 +35,7 @@ def loss_of(net: nn.Module, batch: Any) -> Tensor:
 
 def plain_steps(net: nn.Module, optimizer: Any) -> None:
     """Train as a library does that calls backward and step itself."""
+    torch.manual_seed(1)
     for batch in DATA * 2:
         optimizer.zero_grad()
         loss_of(net, batch).backward()
@@ -42,6 +44,7 @@ def plain_steps(net: nn.Module, optimizer: Any) -> None:
 
 def closure_steps(net: nn.Module, optimizer: Any) -> None:
     """Train as Lightning does, whose steps all get a closure."""
+    torch.manual_seed(1)
     for batch in DATA * 2:
 
         def closure(batch: Any = batch) -> Tensor:
@@ -105,7 +108,7 @@ def test_replaced_optimizer_is_a_finding(tmp_path: Path, train: Callable[[Path],
     train(tmp_path / "run")
     findings = json.loads((tmp_path / "run/summary.json").read_text())["findings"]
     assert "optimizer-replaced" in [finding["id"] for finding in findings]
-    assert not torch.optim.optimizer._global_optimizer_post_hooks
+    assert not sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
 
 
 def test_optimizer_of_another_model_is_no_finding(tmp_path: Path) -> None:
@@ -193,6 +196,7 @@ def test_attached_model_can_be_exported(tmp_path: Path, export: Callable[[nn.Mod
     """Exports within and between epochs compute what the model computes, and leave the training unchanged."""
     (net, optimizer), (bare, other) = build(), build()
     options = {"with_hooks": "health", "hook_options": {"activations": {"interval": 1}}}
+    torch.manual_seed(1)
     with loopscope.attach(net, optimizer, out=tmp_path / "run", display="none", **options) as scope:
         for batch in scope.batches(DATA):
             scope.backward(loss_of(net, batch))
@@ -202,6 +206,7 @@ def test_attached_model_can_be_exported(tmp_path: Path, export: Callable[[nn.Mod
                 copied = export(net.eval())
             assert torch.equal(copied(batch[0]), net(batch[0]))
             net.train()
+    torch.manual_seed(1)
     for batch in DATA:
         loss_of(bare, batch).backward()
         other.step()
@@ -214,7 +219,7 @@ def train_in_shared_memory(folder: Path) -> Any:
     net, optimizer = build()
     net.share_memory()
     written = torch.frombuffer(net[0].weight.detach().numpy(), dtype=torch.float32)
-    with loopscope.attach(net, optimizer, with_hooks="health", out=folder, display="none") as scope:
+    with loopscope.attach(net, optimizer, with_hooks="health", out=folder, display="silent") as scope:
         for batch in scope.batches(DATA):
             scope.backward(loss_of(net, batch))
             written.mul_(1.001)
@@ -223,6 +228,40 @@ def train_in_shared_memory(folder: Path) -> Any:
     return scope
 
 
-def test_weights_in_shared_memory_are_reported(tmp_path: Path) -> None:
-    with pytest.warns(RunNotice, match="Weights are in shared memory"):
-        assert train_in_shared_memory(tmp_path / "run").last_metrics()
+@pytest.mark.filterwarnings("always::loopscope.errors.RunNotice")
+def test_weights_in_shared_memory_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert train_in_shared_memory(tmp_path / "run").last_metrics()
+    assert "Weights are in shared memory" in " ".join("".join(capfd.readouterr()).split())
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper whose groups are a property, as that of pytorch_optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+        del vars(self)["param_groups"]
+
+    @property
+    def param_groups(self) -> Any:
+        return vars(self)["param_groups"] if "optimizer" not in vars(self) else self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        vars(self)["param_groups"] = groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def test_refusing_hook_leaves_a_wrapper_unchanged(tmp_path: Path) -> None:
+    """What a hook that raises has changed is undone, without a new attribute of the optimizer."""
+    net, inner = build()
+    optimizer = Lookahead(inner)
+    options = {"with_hooks": "interventions", "loss": loss_of, "out": tmp_path / "run", "display": "none"}
+    with loopscope.attach(net, optimizer, **options) as scope:
+        for batch in scope.batches(DATA):
+            scope.backward(loss_of(net, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "adam_dynamics" in json.loads((tmp_path / "run/summary.json").read_text())["hooks_left_out"]
