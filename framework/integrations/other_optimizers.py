@@ -7,10 +7,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..state import Transient
 from .evaluation_call import Switch
 
 
-class OtherOptimizers:
+class OtherOptimizers(Transient):
     """Reports the first step of another optimizer that trains a parameter of the model.
 
     It uses a hook of all optimizers, which every step in the process calls: it exists only from the moment when a step
@@ -26,14 +27,15 @@ class OtherOptimizers:
     def watch(self) -> None:
         """Watch the steps from now on; further calls do nothing."""
         if self._handle is None:
-            self._handle = register_optimizer_step_post_hook(self._after_step)
+            self._handle = register_optimizer_step_post_hook(self)
 
     def stop(self) -> None:
         """Stop watching."""
         if self._handle is not None:
             self._handle.remove()
 
-    def _after_step(self, optimizer: Optimizer, inputs: Any, options: Any) -> None:
+    def __call__(self, optimizer: Optimizer, inputs: Any, options: Any) -> None:
+        """Report the step of another optimizer: torch calls this after every step."""
         # A wrapper around an attached optimizer steps that one as well.
         if self._hook_calls.is_on or any(item is optimizer for item in self._own):
             return

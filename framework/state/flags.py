@@ -3,7 +3,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -19,6 +19,7 @@ from torch.utils import _python_dispatch
 from ..errors import LoopscopeError, text_of
 from ..option_words import option_text
 from .accelerators import UNSUPPORTED, devices_in_use
+from .objects import Transient
 
 # Any, since the stubs of torch._C lack most of the functions used here.
 _C: Any = torch._C
@@ -149,7 +150,7 @@ class HooksOfAll(Flag):
         """Return the items of every table, or an empty list if all are empty."""
         if len(readings) == 1:
             return self.get() if readings[0] else []
-        return [[*items] for items in readings] if any(readings) else []
+        return _without_internal(readings)
 
 
 MODE_COUNTERS = (_C._len_torch_function_stack, _C._len_torch_dispatch_stack)
@@ -290,13 +291,20 @@ def _set_saved_tensor_hooks(saved: Any) -> None:
 
 def _hooks_of_all() -> list[list[tuple[Any, Any]]]:
     # Almost always all tables are empty, and then no lists are built.
-    return [[*table.items()] for table in _HOOKS_OF_ALL] if any(_HOOKS_OF_ALL) else []
+    return _without_internal([table.items() for table in _HOOKS_OF_ALL]) if any(_HOOKS_OF_ALL) else []
+
+
+def _without_internal(tables: Sequence[Iterable[tuple[Any, Any]]]) -> list[list[tuple[Any, Any]]]:
+    """Return the items of every table without loopscope's own hooks, or an empty list if there are no others."""
+    items = [[item for item in table if not isinstance(item[1], Transient)] for table in tables]
+    return items if any(items) else []
 
 
 def _set_hooks_of_all(saved: list[list[tuple[Any, Any]]]) -> None:
     # In place, since torch's handles and its calls of the hooks refer to these dicts.
     for table in _HOOKS_OF_ALL:
-        table.clear()
+        for key in [key for key, hook in table.items() if not isinstance(hook, Transient)]:
+            del table[key]
     for table, items in zip(_HOOKS_OF_ALL, saved, strict=False):
         table.update(items)
 
