@@ -8,7 +8,17 @@ from dataclasses import replace
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
-from ..levels import CHECKS, compared, end_level, falls_short, loss_fall, median_of, start_level, uniform_loss
+from ..levels import (
+    CHECKS,
+    compared,
+    end_level,
+    falls_short,
+    is_minimised,
+    loss_fall,
+    median_of,
+    start_level,
+    uniform_loss,
+)
 from .learning_rates import is_warming_up
 from .losses import validation_loss
 
@@ -65,6 +75,8 @@ class OutputsIgnoreInputs(Detector):
         is_term = history.last(f"{CHECKS}/loss_has_terms") > 0
         limit = self.limit("of_term" if is_term else "variation")
         if is_warming_up(history) or not (variation < limit and ratio > self.limit("share")):
+            return
+        if not is_minimised(history):  # the outputs of a critic follow returns that grow
             return
         remedy = (
             "Feed two different rows and look where their activations become equal: a mask (True means 'take part' in "
