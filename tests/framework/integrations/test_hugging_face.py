@@ -235,6 +235,14 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         lambda made: setattr(made.args, "auto_find_batch_size", True) or attached(made, []),
         "auto_find_batch_size may restart the training",
     ),
+    "DeepSpeed": (
+        lambda made: setattr(made, "is_deepspeed_enabled", True) or attached(made, []),
+        "trains with DeepSpeed; use DDP, or fsdp_version 2",
+    ),
+    "FSDP version 1": (
+        lambda made: setattr(made, "is_fsdp_enabled", True) or attached(made, []),
+        "FSDP version 1; set fsdp_version 2",
+    ),
     "a separate optimizer": (
         lambda made: __import__("loopscope").attach(made, torch.optim.SGD([torch.zeros(1)])),
         "The trainer has its own optimizer",
