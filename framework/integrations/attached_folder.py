@@ -76,14 +76,15 @@ class FolderChoice:
     def holds_run_of(self, sinks: Mapping[str, Any], *, overwrite: bool) -> bool:
         """Return whether the folder has a record, which a state with these positions of sinks continues.
 
-        A record that may be overwritten is continued only if its files match the positions.
+        A record that may be overwritten is continued only if its files have content that matches the positions.
         """
         folder = self.folder
         if not path_exists(folder.path / CONFIG):
             return False
         written = ((sink.leaves(folder.strategy), sinks.get(sink.name)) for sink in SinkRegistry)
         digested = [(folder.path / leaves[0], place) for leaves, place in written if place and "xxh3_128" in place]
-        return not overwrite or all(_begins_with(path, place) for path, place in digested)
+        has_content = any(place["size"] for _, place in digested)
+        return not overwrite or (has_content and all(_begins_with(path, place) for path, place in digested))
 
 
 def _begins_with(path: Path, position: Mapping[str, Any]) -> bool:
