@@ -45,6 +45,7 @@ def select_hooks(
 ) -> list[str]:
     """Return the names of the hooks in ``--with-hooks GROUP`` and ``--hooks NAME...``, in order, without duplicates.
 
+    ``owner`` is the experiment, or empty for an attached run, whose groups are those of :func:`hook_groups`.
     Keywords among the names: ``all``, ``observers``, and ``with_debug``, which adds the debug interventions without
     commits. If any hook is selected, hooks that are ``always`` active come first.
     """
@@ -79,8 +80,8 @@ def _unknown_group(group: str, hook_sets: Mapping[str, Sequence[str]], owner: st
     if names and {*names} <= {*HookRegistry.names()}:
         what = f"{group!r} is a hook" if len(names) == 1 else f"{group!r} names hooks"
         return UsageError(f"{what}, not a group of hooks; use {option_text('hooks', names)}.")
-    problem = unknown("group", group, hook_sets)
-    return UsageError(f"Experiment {owner!r} has no hook group of that name: {problem}")
+    problem = unknown("group" if owner else "group of hooks", group, hook_sets)
+    return UsageError(f"Experiment {owner!r} has no hook group of that name: {problem}") if owner else problem
 
 
 def _checked_group(group: str, names: Sequence[str], owner: str) -> Sequence[str]:

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
 from importlib import import_module
+from numbers import Integral, Real
 from typing import Any
 
 from ..errors import UsageError, unknown, with_lines
@@ -85,6 +86,20 @@ def build_hooks(
     return configured
 
 
+def _check_type(hook: str, parameter: inspect.Parameter, value: Any) -> None:
+    """Raise :class:`UsageError` for a value that is not of the number type or text that the option declares."""
+    kinds: dict[Any, tuple[type, str]] = {
+        int: (Integral, "an integer"),
+        float: (Real, "a number"),
+        bool: (bool, "True or False"),
+        str: (str, "a text"),
+    }
+    kind, noun = kinds.get(parameter.annotation, (object, ""))
+    is_mixed = isinstance(value, bool) and parameter.annotation in (int, float)
+    if is_mixed or not isinstance(value, kind):
+        raise UsageError(f"Hook {hook!r}: {parameter.name} is {value!r}; it must be {noun}.")
+
+
 def _configured_hook(
     hook_class: type[TrainingHook], options: Mapping[str, Any], existing: MutableSequence[ConfiguredHook]
 ) -> ConfiguredHook:
@@ -92,6 +107,7 @@ def _configured_hook(
     for option in options:
         if option not in parameters:
             raise unknown(f"option of hook {name!r}:", option, parameters)
+        _check_type(name, parameters[option], options[option])
     complete = {option: parameter.default for option, parameter in parameters.items()} | dict(options)
     for earlier in existing:
         if type(earlier.hook) is hook_class and earlier.options == complete:

@@ -18,7 +18,7 @@ from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedu
 from ..preserved_streams import preserved_streams
 from ..training import Ranks, takes_closure
 from .argument_checks import check_accelerator, check_path, check_scheduler
-from .attach_options import AttachArguments, AttachOptions, DisplayMode, HookChoice
+from .attach_options import AttachArguments, AttachOptions, DisplayMode, HookChoice, HookGroup
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
 from .given_data import GivenData
@@ -45,8 +45,8 @@ def attach(
     target: Any,
     optimizer: Any = None,
     *,
-    hooks: Sequence[HookChoice] = (),
-    with_hooks: str | None = None,
+    hooks: Sequence[HookChoice] | None = None,
+    with_hooks: HookGroup | None = None,
     hook_options: Mapping[str, Mapping[str, Any]] | None = None,
     schedules: Mapping[str, StepSchedule] | None = None,
     scheduler: Any = None,
@@ -85,8 +85,9 @@ def attach(
         target: the model, a ``transformers.Trainer`` or a ``lightning.Trainer``; a Trainer needs no further arguments.
         optimizer: the optimizer that trains the model, or a list of several that each train a part of it. POST_STEP
             follows the step of the last of them.
-        hooks: hooks by name, class or instance.
-        with_hooks: a group of hooks: ``health``, ``observers``, ``interventions``, ``full``, ``minimal``.
+        hooks: hooks by name, class or instance; ``[]`` without ``with_hooks`` attaches none but ``training_metrics``.
+        with_hooks: a group of hooks: ``health`` (the default without ``hooks``), ``observers``, ``interventions``,
+            ``full``, ``minimal``.
         hook_options: options by the name of the hook.
         schedules: the steps at which hooks fire, by the name of the hook.
         scheduler: the learning-rate scheduler, which is rolled back with the rest of the training state, or a list of
@@ -133,6 +134,8 @@ def attach(
     """
     given = locals()
     check_path("reference", reference)
+    if hooks is None and with_hooks is None:
+        given["with_hooks"] = "health"
     given |= {"audit_hooks": audit, "reference": None if reference is None else Path(reference)}
     chosen = {name: given[name] for name in AttachOptions.__dataclass_fields__ if given[name] is not None}
     with preserved_streams():  # importing plug-ins and creating hooks may draw random numbers

@@ -42,6 +42,7 @@ from .epoch_plan import EpochPlan
 from .given_data import EndlessLoader, GivenData, as_loader, check_given, length_of
 
 Loss = Callable[[nn.Module, Batch], Tensor]
+HookGroup = Literal["none", "minimal", "health", "observers", "interventions", "full"]
 HookChoice = str | type[TrainingHook] | TrainingHook
 DisplayMode = Literal["normal", "verbose", "silent", "none"]
 NO_BATCH = object()
@@ -60,8 +61,8 @@ class AttachArguments(TypedDict, total=False):
     Their defaults and meanings are those of :func:`.attach`.
     """
 
-    hooks: Sequence[HookChoice]
-    with_hooks: str | None
+    hooks: Sequence[HookChoice] | None
+    with_hooks: HookGroup | None
     hook_options: Mapping[str, Mapping[str, Any]] | None
     schedules: Mapping[str, StepSchedule] | None
     loss: Loss | None
@@ -170,7 +171,7 @@ class AttachOptions(RunSettings):
         if idle := [name for name in given if name in self.hook_options]:
             raise UsageError(f"Options are given for hook {idle[0]!r}, which is an object; pass them to its class.")
         is_recorded = any(sink.keeps for sink in self.create_sinks())
-        names = select_hooks(self.with_hooks, named, hook_groups(), "attach")
+        names = select_hooks(self.with_hooks, named, hook_groups(), "")
         names = names or (always_on() if objects or is_recorded else [])
         names = [name for name in names if name not in {hook.name for hook in objects}]
         refuse_idle_options(self.hook_options, {*names, *(hook.name for hook in objects)})

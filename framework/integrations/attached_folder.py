@@ -9,6 +9,7 @@ from typing import Any
 import xxhash
 
 from ..durable_files import path_exists
+from ..errors import UsageError
 from ..hooks import SinkRegistry
 from ..runs import ATTACHED_RUNS, CONFIG, RunFolder
 from ..training import Ranks
@@ -25,8 +26,11 @@ class FolderChoice:
     def __init__(self, out: str | Path | None, trained_in: Path | None) -> None:
         # All paths are absolute, so that a script that changes the working directory keeps its folder.
         self._trained_in = trained_in
-        self._given = None if out is None else Path(out).absolute()
-        self._parent = (trained_in or Path()).absolute() / ATTACHED_RUNS
+        try:
+            self._given = None if out is None else Path(out).absolute()
+            self._parent = (trained_in or Path(out or "")).absolute() / ATTACHED_RUNS
+        except FileNotFoundError as error:
+            raise UsageError("The working directory was removed; give attach an absolute path, out=.") from error
         self.folder = self._at(self._given or next(_free_folders(self._parent)))
 
     def advance(self, training: int, *, overwrite: bool) -> None:
@@ -46,6 +50,10 @@ class FolderChoice:
     def named_after(self) -> Path:
         """The path whose name describes the run: a numbered default folder says nothing about it."""
         return self.folder.path if self._given is not None else self._parent.parent
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` if the folder cannot be written; whether it contains a run depends on a resume."""
+        self.folder.refuse_to_overwrite(allowed=True)
 
     def create(self, *, overwrite: bool, is_resumed: bool) -> None:
         """Create a new numbered folder, unless one was given; refuse to overwrite another run.

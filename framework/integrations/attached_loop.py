@@ -179,6 +179,8 @@ class AttachedLoop:
         if ranks.are_many:
             self._synchronise_options(accumulate)
         check_optimizer(model, optimizer)
+        if ranks.is_main:
+            self._folder_choice.check()
         for item in separate_optimizers(optimizer):
             attached = f"A run is already attached to this {type(item).__name__}; close it first: scope.close()."
             require(item not in _TRAINED, attached)

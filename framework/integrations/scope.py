@@ -215,6 +215,9 @@ class Scope(AttachedScope):
         means.
         """
         self._require_open("evaluate", in_evaluation=True)
+        if not callable(function):
+            kind = type(function).__name__
+            raise UsageError(f"scope.evaluate was given a {kind}; give the function: scope.evaluate(validate, model).")
         return self._loop.evaluate(partial(function, *inputs, **options))
 
     def epoch_end(self, **metrics: float | Tensor) -> None:

@@ -42,7 +42,7 @@ def bare_attach(effort: Effort) -> Iterator[Row]:
 
     with TemporaryDirectory() as folder:
         path = Path(folder) / "run"
-        with loopscope.attach(task.model, task.optimizer, out=path, sinks=[], display="none") as scope:
+        with loopscope.attach(task.model, task.optimizer, hooks=[], out=path, sinks=[], display="none") as scope:
 
             def attached_epoch() -> None:
                 for batch in scope.batches(task.loader):

@@ -12,6 +12,7 @@ from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import HookPoint, SinkRegistry, StepSchedule
 from loopscope.integrations.attach_options import AttachArguments, AttachOptions
 from loopscope.sinks import CSVSink
+from torch import nn
 
 from tests.framework.integrations.custom_loops import Loop, Parts, alone, assert_equal, train
 from tests.sinks.emits import disable_clients
@@ -104,3 +105,47 @@ def test_type_checkers_see_every_argument() -> None:
     """The arguments of the overloads are those of the function, apart from the parts that only a custom loop has."""
     only_loops = {"target", "optimizer", "scheduler", "scaler", "accelerator", "accumulate", "ranks"}
     assert AttachArguments.__annotations__.keys() == signature(attach).parameters.keys() - only_loops
+
+
+def attached_hooks(tmp_path, **options):
+    """Return the names of the hooks of a run of three steps."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attach(model, optimizer, out=tmp_path / "run", display="none", **options) as scope:
+        for batch in scope.batches([torch.randn(6, 4)] * 3):
+            scope.backward(model(batch).square().mean())
+            optimizer.step()
+        return set(scope.hooks)
+
+
+def test_health_is_the_default_group(tmp_path):
+    assert {"training_checks", "weight_updates"} <= attached_hooks(tmp_path)
+
+
+def test_empty_list_attaches_no_group(tmp_path):
+    assert attached_hooks(tmp_path, hooks=[]) == {"training_metrics"}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"with_hooks": "healthy"}, r"Unknown group of hooks 'healthy'\. Did you mean 'health'\?"),
+        ({"hooks": ["norms"], "hook_options": {"norms": {"top": "4"}}}, "top is '4'; it must be an integer"),
+        ({"hooks": ["norms"], "hook_options": {"norms": {"top": 4.5}}}, r"top is 4\.5; it must be an integer"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path, options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        attached_hooks(tmp_path, **options)
+
+
+def test_unwritable_folder_is_refused_at_attach(tmp_path):
+    (tmp_path / "file").write_text("x")
+    model = nn.Linear(4, 3)
+    with pytest.raises(UsageError, match="cannot be written"):
+        attach(model, torch.optim.SGD(model.parameters(), 0.1), out=tmp_path / "file" / "run")
+
+
+def test_evaluate_takes_a_function(tmp_path):
+    with Parts(Loop()).attach(tmp_path, ["norms"]) as scope, pytest.raises(UsageError, match="given a Tensor; give"):
+        scope.evaluate(torch.ones(3))
