@@ -20,6 +20,7 @@ from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback,
 from ..checkpoints import FRESH_STREAMS, CheckpointWriter, checkpoint_folders, open_checkpoint, read_content
 from ..data import Batch
 from ..errors import UsageError, notice, require
+from ..isolation import undone_in_attributes
 from ..runs import status_after
 from ..state import Transient, optimizers_of
 from ..training import takes_closure
@@ -40,6 +41,11 @@ REQUIRED_METHODS = (
     *("compute_loss_context_manager", "_prepare_inputs", "_get_num_items_in_batch", "_load_optimizer_and_scheduler"),
 )
 """Methods of a Trainer that are wrapped or called; those with an underscore are private and may change."""
+NOT_COUNTERS = (
+    *("args", "accelerator", "optimizer", "lr_scheduler", "callback_handler", "processing_class", "data_collator"),
+    *("train_dataset", "eval_dataset"),
+)
+"""Attributes of a Trainer that its loss does not count in."""
 COST_SUFFIXES = ("_runtime", "_per_second", "_time", "epoch")
 """Suffixes of an evaluation's numbers that measure its cost and not the model."""
 NOT_LOGGERS = (DefaultFlowCallback, PrinterCallback, ProgressCallback)
@@ -47,6 +53,11 @@ NOT_LOGGERS = (DefaultFlowCallback, PrinterCallback, ProgressCallback)
 
 for _kind in (GradientState, AcceleratorState, PartialState, Trainer):
     Transient.register(_kind)  # optimizers and schedulers of accelerate refer to them, but they are no training state
+
+
+def modules_in(attributes: dict[str, Any]) -> list[nn.Module]:
+    """Return the modules among the attributes of a Trainer."""
+    return [value for value in attributes.values() if isinstance(value, nn.Module)]
 
 
 def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
@@ -250,7 +261,17 @@ class TrainerEvents(TrainerCallback):
         return self._loop
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss that the Trainer would differentiate for a micro-batch of this step, or for another batch."""
+        """Return the loss that the Trainer would differentiate for a micro-batch of this step, or for another batch.
+
+        Attributes of the Trainer that its methods change are restored, such as the counters of tokens that it logs.
+        """
+        trainer = self._trainer
+        # Modules are undone with the training state; the rest are settings, data, and callbacks.
+        others = (getattr(trainer, name, None) for name in NOT_COUNTERS)
+        with undone_in_attributes(trainer, [*others, *modules_in(vars(trainer))]):
+            return self._computed_loss(model, batch)
+
+    def _computed_loss(self, model: nn.Module, batch: Batch) -> Tensor:
         trainer = self._trainer
         is_part = any(part is batch for part in self._parts)
         count = len(self._parts) if is_part else 1

@@ -23,6 +23,7 @@ from .attached_loop import AttachedLoop
 from .gradient_unscaling import unscaled_gradients
 from .model_wrappers import temporary_attribute, unwrap
 from .scope import AttachedScope
+from .validation_records import ValidationRecords
 
 TESTED = "2.6"
 ONE_BATCH = "take steps of one batch: accumulate_grad_batches=1"
@@ -82,6 +83,7 @@ class LightningLoop(Transient):
                 }
             )
         self._is_on = True
+        self._records = ValidationRecords(module)
         plugin, validation = trainer.precision_plugin, trainer.fit_loop.epoch_loop.val_loop
         self._contexts.enter_context(
             temporary_attribute(plugin, "_clip_gradients", partial(self._clip, plugin._clip_gradients))
@@ -280,8 +282,12 @@ class LightningLoop(Transient):
         self._state = self._rank_state()  # a checkpoint may be written during the validation
         try:
             # Lightning itself isolates its sanity check.
-            with attached.evaluating(module, self._trainer.optimizers, notices=not self._trainer.sanity_checking):
+            with (
+                attached.evaluating(module, self._trainer.optimizers, notices=not self._trainer.sanity_checking),
+                self._records.noted(),
+            ):
                 result = validate()
+            self._records.keep()
         finally:
             self._state = {}
         if self._numbers and attached.is_started:

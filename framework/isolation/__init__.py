@@ -11,7 +11,7 @@ from .borrowing import (
 )
 from .gate import Call, Isolation, is_shipped
 from .guardian import LightStateCopy, StateCopy
-from .undone import undone_in_modules, undone_pass
+from .undone import undone_in_attributes, undone_in_modules, undone_pass
 
 __all__ = [
     "Call",
@@ -26,6 +26,7 @@ __all__ = [
     "borrowed_weights",
     "is_shipped",
     "suspended_accumulation_hooks",
+    "undone_in_attributes",
     "undone_in_modules",
     "undone_pass",
 ]

@@ -36,11 +36,12 @@ class ModulesCopy(Transient):
         return [] if self._objects is None else self._objects.identities.owners
 
     @torch.no_grad()
-    def save(self, roots: tuple[Any, ...]) -> None:
-        """Copy everything that is reachable from ``roots``."""
+    def save(self, roots: tuple[Any, ...], excluded: Iterable[Any] = ()) -> None:
+        """Copy everything that is reachable from ``roots`` without the ``excluded`` objects."""
         objects = self._objects
         if objects is None or addresses(roots) != addresses(self._roots) or not objects.is_current():
-            self._roots, self._objects = roots, (objects := Objects(roots, persistent=True))
+            objects = Objects(roots, excluded={*map(id, excluded)}, persistent=True)
+            self._roots, self._objects = roots, objects
             # Not those of inference mode, which cannot be written to outside of it, and not those in shared memory,
             # which other processes may train at the same time.
             self._written = [item for item in objects.identities.bytes if not item.is_inference() and _is_ours(item)]
@@ -73,7 +74,7 @@ class ModulesCopy(Transient):
 
 
 def _is_ours(tensor: Tensor) -> bool:
-    return tensor.device.type != "cpu" or not tensor.is_shared()
+    return tensor.device.type != "cpu" or not tensor.is_shared()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -102,6 +103,17 @@ def undone_in_modules(
     finally:
         copy.restore()
         copies.append(copy)
+
+
+@contextmanager
+def undone_in_attributes(owner: Any, excluded: Iterable[Any]) -> Iterator[None]:
+    """Undo, after the body, all changes of an object's attributes, and of what they reach without ``excluded``."""
+    copy = ModulesCopy()
+    copy.save((vars(owner),), excluded)
+    try:
+        yield
+    finally:
+        copy.restore()
 
 
 def swaps_weights(optimizer: Any) -> bool:

@@ -76,7 +76,7 @@ class AttachNothing:
 
     def __call__(self, target: Any, optimizer: Any = None, **options: Any) -> Any:
         """Return a scope that only makes the plain calls."""
-        self._recorder.watch(model_of(target))
+        watch(self._recorder, target)
         return PlainScope(options.get("scaler"), options.get("accelerator"))
 
 
@@ -91,7 +91,7 @@ class AttachHooks:
 
     def __call__(self, target: Any, optimizer: Any = None, **options: Any) -> Any:
         """Attach, and return the scope."""
-        self._recorder.watch(model_of(target))
+        watch(self._recorder, target)
         # Imported here, after the script has seeded its generators, as late as a script can import it.
         import loopscope
 
@@ -111,6 +111,13 @@ class AttachHooks:
         scope: Any = loopscope.attach(*positional, **given)
         self.scopes.append(scope)
         return scope
+
+
+def watch(recorder: Recorder, target: Any) -> None:
+    """Let a recorder watch the model and, of a Trainer of Hugging Face, the log."""
+    recorder.watch(model_of(target))
+    if hasattr(getattr(target, "state", None), "log_history"):
+        recorder.watch_log(lambda: target.state.log_history)
 
 
 def model_of(target: Any) -> Callable[[], nn.Module]:

@@ -21,11 +21,16 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[Digests] = []
         self._models: list[Callable[[], nn.Module]] = []
+        self._logs: list[Callable[[], list[dict[str, Any]]]] = []
         self._handle = register_optimizer_step_post_hook(self._after_step)
 
     def watch(self, model: Callable[[], nn.Module]) -> None:
         """Include a model, which is looked up at every step, since trainers wrap theirs late."""
         self._models.append(model)
+
+    def watch_log(self, log: Callable[[], list[dict[str, Any]]]) -> None:
+        """Include what a Trainer has logged at the end, apart from times and evaluations."""
+        self._logs.append(log)
 
     def _after_step(self, optimizer: Any, inputs: Any, options: Any) -> None:
         if not in_hook():
@@ -38,6 +43,7 @@ class Recorder:
         """
         self._handle.remove()
         self.steps.append({name: digest(value) for name, value in self._entries(None) if "gradient of" not in name})
+        self.steps[-1] |= {f"log {number}": digest(logged_values(log())) for number, log in enumerate(self._logs)}
 
     def _entries(self, optimizer: Any) -> Iterator[tuple[str, Any]]:
         for number, model in enumerate(self._models):
@@ -55,6 +61,13 @@ class Recorder:
         yield "random generator of torch", torch.get_rng_state()
         yield "random generator of NumPy", np.random.get_state()[1:]
         yield "random generator of Python", random.getstate()
+
+
+def logged_values(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries of a Trainer's log that two equal trainings share."""
+    rows = [row for row in log if not any(name.startswith("eval_") for name in row)]
+    left_out = ("time", "per_second")
+    return [{name: value for name, value in row.items() if not name.endswith(left_out)} for row in rows]
 
 
 def in_hook() -> bool:

@@ -139,3 +139,15 @@ def test_page_lists_every_row() -> None:
 )
 def test_every_kind_of_loop_has_every_variant(kind: str) -> None:
     assert {f"{kind}: {variant}" for variant in VARIANTS} <= ROWS.keys()
+
+
+def test_logs_are_compared_without_times_and_evaluations() -> None:
+    """A counter that hooks have moved is a difference; times differ in any two trainings."""
+    recorder, log = Recorder(), [{"loss": 1.0, "step": 1, "num_tokens": 8, "train_runtime": 0.1}, {"eval_loss": 2.0}]
+    recorder.watch_log(lambda: log)
+    recorder.finish()
+    other = Recorder()
+    other.watch_log(lambda: [{"loss": 1.0, "step": 1, "num_tokens": 9, "train_runtime": 0.2}])
+    other.finish()
+    assert recorder.steps[-1]["log 0"] == digest([{"loss": 1.0, "step": 1, "num_tokens": 8}])
+    assert "log 0" in first_difference(recorder.steps, other.steps)
