@@ -40,11 +40,13 @@ class Tridiagonal:
     """The operator in an orthonormal basis of m vectors, in which it is tridiagonal.
 
     ``diagonal`` has shape (m,), ``off_diagonal`` shape (m − 1,), and ``basis`` shape (m, n) with the vectors as rows.
+    ``remainder`` is β_m, the length of the part of A times the last vector outside of the basis, zero-dimensional.
     """
 
     diagonal: Tensor
     off_diagonal: Tensor
     basis: Tensor
+    remainder: Tensor
 
     def ritz(self) -> tuple[Tensor, Tensor]:
         """Return the Ritz values, ascending, shape (m,), and their coefficients as columns, shape (m, m); float64."""
@@ -58,6 +60,11 @@ class Tridiagonal:
         values, vectors = self.ritz()
         chosen = vectors[:, -count:].flip(1)
         return values[-count:].flip(0), chosen.T.to(self.basis.dtype) @ self.basis
+
+    def smallest(self) -> tuple[Tensor, Tensor]:
+        """Return the smallest Ritz value λ and ‖Av − λv‖₂ = |β_m·s_m|, s_m the last coefficient of its vector v."""
+        values, vectors = self.ritz()
+        return values[0], (self.remainder * vectors[-1, 0]).abs()
 
     def quadrature(self) -> "Quadrature":
         """Return nodes and weights with qᵀf(A)q ≈ Σ w·f(node), q the first basis vector.
@@ -79,7 +86,7 @@ def lanczos(product: Product, start: Tensor, iterations: int) -> Tridiagonal:
     basis = start.new_zeros(size, start.numel())
     basis[0] = start / torch.linalg.vector_norm(start)
     diagonal, off_diagonal = start.new_zeros(size), start.new_zeros(max(size - 1, 0))
-    largest, unit = start.new_zeros(()), start.new_ones(())
+    largest, unit, lengths = start.new_zeros(()), start.new_ones(()), start.new_zeros(2)
     for index in range(size):
         # β_j·q_{j+1} = A q_j − α_j·q_j − β_{j−1}·q_{j−1}, with α the diagonal and β the off-diagonal
         rest = product(basis[index])
@@ -88,8 +95,6 @@ def lanczos(product: Product, start: Tensor, iterations: int) -> Tridiagonal:
             unit = scale_of(rest)
         rest = rest / unit
         diagonal[index] = torch.dot(rest, basis[index])
-        if index + 1 == size:
-            break
         rest = rest - diagonal[index] * basis[index]
         if index:
             rest.sub_(off_diagonal[index - 1] * basis[index - 1])
@@ -97,6 +102,8 @@ def lanczos(product: Product, start: Tensor, iterations: int) -> Tridiagonal:
         for _ in range(2):
             candidates = candidates - (candidates @ earlier.T) @ earlier
         lengths = torch.linalg.vector_norm(candidates, dim=1)
+        if index + 1 == size:
+            break
         # A remainder of the size of rounding errors means an invariant subspace; torch.where does not wait for the
         # device.
         largest = torch.maximum(largest, diagonal[index].abs() + lengths[0])
@@ -104,7 +111,7 @@ def lanczos(product: Product, start: Tensor, iterations: int) -> Tridiagonal:
         off_diagonal[index] = torch.where(is_independent, lengths[0], 0.0)
         basis[index + 1] = torch.where(is_independent, candidates[0] / lengths[0], candidates[1] / lengths[1])
     wide = widest(start.device)
-    return Tridiagonal(diagonal.to(wide) * unit, off_diagonal.to(wide) * unit, basis)
+    return Tridiagonal(diagonal.to(wide) * unit, off_diagonal.to(wide) * unit, basis, lengths[0].to(wide) * unit)
 
 
 def residuals(product: Product, values: Tensor, vectors: Tensor) -> Tensor:

@@ -36,13 +36,15 @@ LEAST = dict(batches=1, critical_passes=0, density_points=9, density_probes=0, i
 
 
 def top_metrics(product: Product, run: Tridiagonal, count: int) -> dict[str, MetricValue]:
-    """Return the largest eigenvalues with their residuals, and the smallest one."""
+    """Return the largest eigenvalues with their residuals, and the smallest one with its residual."""
     values, vectors = run.largest(count)
+    smallest, smallest_residual = run.smallest()
     return {
         "sharpness": values[0],
         "eigenvalues": list(values),
         "residuals": list(residuals(product, values, vectors)),
-        "smallest_eigenvalue": run.ritz()[0][0],
+        "smallest_eigenvalue": smallest,
+        "smallest_residual": smallest_residual,
     }
 
 
@@ -101,8 +103,10 @@ SPECTRUM = """
         | Typically a few are far above the rest, about as many as there are classes.
     {prefix}residuals | ‖Av − λv‖₂, v the Ritz vectors, A = {operator} | [0, ∞)
         | The operator has an eigenvalue within this distance of λ. Large: increase iterations.
-    {prefix}smallest_eigenvalue | smallest Ritz value of {operator}, an upper bound without an error | (−∞, ∞)
-        | Below 0: a direction of negative curvature exists.
+    {prefix}smallest_eigenvalue | smallest Ritz value of {operator} | (−∞, ∞)
+        | Below 0: a direction of negative curvature exists. An upper bound of the smallest eigenvalue.
+    {prefix}smallest_residual | ‖Av − λv‖₂ of smallest_eigenvalue λ, as |β_m·s_m| of Lanczos, A = {operator} | [0, ∞)
+        | The operator has an eigenvalue within this distance of smallest_eigenvalue. Large: increase iterations.
 """
 MOMENTS = """
     rows | number of rows over which H is the mean Hessian | [1, ∞) | Compare sharpness only at equal numbers of rows.

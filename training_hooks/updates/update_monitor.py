@@ -1,7 +1,7 @@
 """Gradient health and measured weight updates of every parameter around a step of the optimizer."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .watched_elements import Named, WatchedElements, gradient_shards, norms
+from .weight_matrices import EMBEDDINGS
 
 EPSILON = 1e-12
 """Added to the norm of the weights, so that the update ratio of all-zero weights is finite."""
@@ -93,7 +94,7 @@ class WeightUpdateMonitor(Remembering):
     :meth:`check_updates` after the step; it compares the weights with those. Parameters without a gradient are skipped.
     An update is skipped if a sample cannot show it: no sampled element had a gradient, while others had one. Each call
     transfers its numbers to the host once, and a second time if a sampled gradient vanishes, since the complete
-    gradient is then checked.
+    gradient is then checked. Gradients of embeddings are always complete.
 
     Args:
         sample_size: number of elements to check in each parameter; a smaller parameter is checked completely. Keeps a
@@ -159,7 +160,7 @@ class WeightUpdateMonitor(Remembering):
             for value in group["params"]
         }
         rates_by_name = {name: rates[id(value)] for name, value in parameters.items() if id(value) in rates}
-        return self.gradients(parameters, rates_by_name, extremes=True)
+        return self.gradients(parameters, rates_by_name, extremes=True, embeddings=embeddings_of(model))
 
     def check_updates(self, model: nn.Module, optimizer: Optimizer) -> dict[str, UpdateDiagnostics]:
         """Measure the effect of the step on the weights that :meth:`check_gradients` kept; empty if it kept none.
@@ -178,35 +179,48 @@ class WeightUpdateMonitor(Remembering):
         self._stochastic = set(names)
 
     @torch.no_grad()
-    def gradients(self, parameters: Named, rates: Rates, *, extremes: bool) -> dict[str, GradientDiagnostics]:
+    def gradients(
+        self, parameters: Named, rates: Rates, *, extremes: bool, embeddings: Set[str]
+    ) -> dict[str, GradientDiagnostics]:
         """Measure the gradients of parameters, and keep their weights and rates.
 
         Args:
             parameters: trainable parameters by name.
             rates: the learning rates of this step.
             extremes: measure the largest and the mean absolute value as well.
+            embeddings: names of the parameters of which all elements of the gradient are measured.
         """
         with_gradient = {name: value for name, value in parameters.items() if value.grad is not None and value.numel()}
+        orders = (2.0, math.inf, 1.0) if extremes else (2.0,)
+
+        def complete_tables(chosen: Named) -> list[list[Tensor]]:
+            return [[norms(gradient_shards([value]), order) for order in orders] for value in chosen.values()]
+
         tables = self._watched.measure(with_gradient, extremes=extremes)
         self._checked = {name: with_gradient[name] for name in self._watched.names}
         self._rates = {name: rates[name] for name in self._checked if name in rates}
         kinds = ("norm", "largest", "sum")
-        columns = _transfer(tables, kinds, self._checked)
-        diagnostics = {name: self._diagnose_gradient(name, column) for name, *column in columns}
+        # The few rows of an embedding with large gradients are rarely in a sample, so all of its elements are measured.
+        tables_of_tokens = {name: value for name, value in self._sampled() if name in embeddings}
+        pairs = [*self._checked.items(), *tables_of_tokens.items()]
+        columns = _transfer([*tables, *complete_tables(tables_of_tokens)], kinds, pairs)
+        count = len(self._checked)
+        sampled = {name: self._diagnose_gradient(name, column) for name, *column in columns[:count]}
+        complete = {name: self._diagnose_gradient(name, column, complete=True) for name, *column in columns[count:]}
         # A gradient that vanishes in a sample may be nonzero elsewhere: check all of its elements.
         doubtful = {
-            name: self._checked[name]
-            for name, gradient in diagnostics.items()
-            if gradient.is_vanishing and self._watched[name].elements_per_sample > 1
+            name: value for name, value in self._sampled() if sampled[name].is_vanishing and name not in complete
         }
-        orders = (2.0, math.inf, 1.0) if extremes else (2.0,)
-        tables = [[norms(gradient_shards([value]), order) for order in orders] for value in doubtful.values()]
-        rechecked = {
-            name: self._diagnose_gradient(name, column, complete=True)
-            for name, *column in _transfer(tables, kinds, doubtful)
-        }
-        self._missed = [name for name, gradient in rechecked.items() if not gradient.is_vanishing]
-        return diagnostics | rechecked
+        columns = _transfer(complete_tables(doubtful), kinds, doubtful.items())
+        complete |= {name: self._diagnose_gradient(name, column, complete=True) for name, *column in columns}
+        self._missed = [
+            name for name, gradient in complete.items() if sampled[name].is_vanishing and not gradient.is_vanishing
+        ]
+        return sampled | complete
+
+    def _sampled(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the checked parameters of which only a sample is watched."""
+        return [pair for pair in self._checked.items() if self._watched[pair[0]].elements_per_sample > 1]
 
     def _diagnose_gradient(self, name: str, column: Sequence[float], *, complete: bool = False) -> GradientDiagnostics:
         selection = self._watched[name]
@@ -232,7 +246,7 @@ class WeightUpdateMonitor(Remembering):
             parameters = {name: model.get_parameter(name) for name in names}
         decays = {name: decay for name, (rate, decay) in self._rates.items() if not rate <= 0}  # NaN: unknown
         kinds = ("norm", "norm", "sum", "sum", "sum", "sum")
-        columns = _transfer(self._watched.compare(parameters, decays), kinds, parameters)
+        columns = _transfer(self._watched.compare(parameters, decays), kinds, parameters.items())
         invisible = {name for name, _, change, *_ in columns if not change and name in self._missed}
         return {name: self._diagnose_update(name, column) for name, *column in columns if name not in invisible}
 
@@ -356,22 +370,31 @@ def _rank(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _transfer(tables: Sequence[Sequence[Tensor]], kinds: Sequence[str], parameters: Named) -> list[tuple[Any, ...]]:
+def embeddings_of(model: nn.Module) -> set[str]:
+    """Return the names of the weights of embeddings."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, EMBEDDINGS)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in embeddings}
+
+
+def _transfer(
+    tables: Sequence[Sequence[Tensor]], kinds: Sequence[str], parameters: Iterable[tuple[str, nn.Parameter]]
+) -> list[tuple[Any, ...]]:
     """Transfer tables to the host at once; return the name and the numbers of every parameter.
 
     Args:
         tables: rows with one number per parameter, shape (parameters,) each, for every block of parameters.
         kinds: for each row, how to combine the numbers of ranks that have parts of a parameter: ``norm`` (Euclidean),
             ``largest`` or ``sum``; kinds beyond the rows of the tables are ignored.
-        parameters: the parameters in the order of the tables.
+        parameters: names and parameters in the order of the tables.
     """
     if not tables:
         return []
+    names, values = zip(*parameters, strict=True)
     device = tables[0][0].device
     table = torch.stack([torch.cat([row.to(device) for row in rows]) for rows in zip(*tables, strict=True)])
-    if groups := groups_of(parameters.values()):
+    if groups := groups_of(values):
         table = _combine_ranks(table.double(), kinds, groups)
-    return list(zip(parameters, *table.tolist(), strict=True))
+    return list(zip(names, *table.tolist(), strict=True))
 
 
 def _combine_ranks(table: Tensor, kinds: Sequence[str], groups: Any) -> Tensor:

@@ -12,7 +12,7 @@ from loopscope.state import number_or
 from loopscope.tensors import trainable
 
 from ..measures import Alerts
-from .update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor, step_rate
+from .update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor, embeddings_of, step_rate
 from .update_severity import TINY_SHARE, UpdateSeverity
 
 CONDITIONS = {
@@ -33,11 +33,11 @@ IDS = {
 """For each condition: the id of the doctor's finding."""
 NORM = (
     "n_p = ‖g_p‖₂ over the parameters p that have a gradient, g_p before clipping (sampled: × √(n/k), but of all "
-    "elements if that vanishes)"
+    "elements in embeddings, or if that vanishes)"
 )
 RATIO = (
     "r_p = ‖θ_p' − θ_p‖₂ / (‖θ_p‖₂ + 1e-12), θ and θ' the weights before and after the optimizer's step, over the "
-    "parameters p with a gradient and ‖θ_p‖₂ ≠ 0"
+    "parameters p with a gradient and ‖θ_p‖₂ ≠ 0 (sampled: typically a lower bound for embeddings under SGD)"
 )
 
 
@@ -64,12 +64,13 @@ class WeightUpdates(TrainingHook):
     normalisation layer, which removes the effect of the bias. The metrics still count it.
 
     Assumes that a sample represents its parameter: events in a few elements of a large parameter show in exact mode
-    only. The gradient of an embedding has few nonzero rows, and the frequent tokens are rarely in the sample: with Zipf
-    frequencies its sampled norm is typically 0.25 to 0.65 of the exact one. If a gradient vanishes in the sample (for
-    example in an embedding, if no sampled row had a token), the hook checks all of its elements before it reports a
-    vanishing gradient. If only the sample had no gradient and did not move, the update is omitted. Parameters without a
-    gradient are skipped and not counted. Keeps 8 bytes for each sampled element (float32), or one copy of the
-    parameters in exact mode.
+    only. The gradient of an embedding has few nonzero rows, and those of frequent tokens are rarely in the sample, so
+    all elements of the gradients of ``nn.Embedding`` and ``nn.EmbeddingBag`` are measured. Update ratios of embeddings,
+    and gradients of lookup tables in other modules, are those of the sample. Under SGD, with Zipf frequencies, they are
+    typically 0.25 to 0.65 of the exact ones. If a gradient vanishes in the sample, the hook checks all of its elements
+    before it reports a vanishing gradient. If only the sample had no gradient and did not move, the update is omitted.
+    Parameters without a gradient are skipped and not counted. Keeps 8 bytes for each sampled element (float32), or one
+    copy of the parameters in exact mode.
 
     Args:
         interval: steps from one check to the next.
@@ -179,7 +180,9 @@ class WeightUpdates(TrainingHook):
                 if group.options.get("stochastic_rounding")
                 for name in group.names
             )
-            gradients = self.monitor.gradients(trainable(ctx.model), rates, extremes=False)
+            gradients = self.monitor.gradients(
+                trainable(ctx.model), rates, extremes=False, embeddings=embeddings_of(ctx.model)
+            )
             return self._gradient_metrics(gradients, ctx) if gradients else {}
         updates = self.monitor.updates(ctx.model) if self._kept_at == ctx.step else {}
         return self._update_metrics(updates, ctx) if updates else {}

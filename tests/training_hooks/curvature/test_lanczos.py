@@ -51,6 +51,18 @@ def test_extreme_eigenvalues_match_scipy():
     torch.testing.assert_close(vectors @ vectors.T, torch.eye(3, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("steps", [1, 8, 16, N])
+def test_smallest_residual_matches_dense_matrix(steps):
+    """It is ‖Av − λv‖₂, so that an eigenvalue is within this distance of the smallest Ritz value."""
+    matrix = symmetric(clustered())
+    run = lanczos(matrix.mv, start(), steps)
+    value, residual = run.smallest()
+    vector = run.ritz()[1][:, 0] @ run.basis
+    assert residual.item() == pytest.approx((matrix @ vector - value * vector).norm().item(), rel=1e-6, abs=1e-9)
+    distance = np.abs(scipy.linalg.eigvalsh(matrix.numpy()) - value.item()).min()
+    assert distance <= residual.item() + 1e-9
+
+
 def test_full_run_finds_whole_spectrum_without_duplicates():
     """With as many steps as dimensions, clusters are resolved too."""
     matrix = symmetric(clustered())

@@ -433,3 +433,20 @@ def test_stochastic_rounding_is_not_judged(option):
     assert update.is_rounded_away is (option == "plain")
     assert not update.is_frozen
     assert ("rounded_away_fraction" in stats) is (option == "plain")
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("size", [7, 1024])
+def test_embedding_gradients_are_exact(kind, size):
+    """The tokens have Zipf frequencies, so that few rows have most of the gradient and samples miss them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(2000, 8), nn.Linear(8, 3))
+    tokens = torch.multinomial(torch.arange(1.0, 2001).reciprocal(), 4 * 64, replacement=True).view(4, 64)
+    model(tokens).square().sum().backward()
+    monitor, optimizer = WeightUpdateMonitor(sample_size=size), torch.optim.SGD(model.parameters(), lr=0.1)
+    diagnostics = monitor.check_gradients(model, optimizer)["0.weight"]
+    gradient = model[0].weight.grad
+    expected = torch.stack([gradient.norm(), gradient.abs().max(), gradient.abs().mean()]).tolist()
+    assert [diagnostics.l2_norm, diagnostics.max_abs, diagnostics.mean_abs] == pytest.approx(expected, rel=1e-5)
+    optimizer.step()
+    assert set(monitor.check_updates(model, optimizer)) <= {"0.weight", "1.weight", "1.bias"}
