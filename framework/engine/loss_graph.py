@@ -342,7 +342,11 @@ def _information(probabilities: Tensor) -> float:
 
 
 def _variation(of_outputs: float, of_targets: float) -> dict[str, float]:
-    return {"output_variation": of_outputs / of_targets} if of_targets > 1e-9 and math.isfinite(of_outputs) else {}
+    return (
+        {"output_variation": max(of_outputs, 0.0) / of_targets}
+        if of_targets > 1e-9 and math.isfinite(of_outputs)
+        else {}
+    )
 
 
 def _entropy(counts: Tensor) -> float | None:

@@ -1,4 +1,4 @@
-"""Every finite value of a hook is in the range that its metric declares, for losses, weights, gradients of any size."""
+"""Every value of a hook is in the range that its metric declares, for losses, weights, gradients of any size."""
 
 import math
 import re
@@ -10,7 +10,7 @@ import pytest
 import torch
 from loopscope import training_hooks  # noqa: F401 - fills the registry
 from loopscope.errors import LoopscopeError
-from loopscope.hooks import HookRegistry, MetricInfo, TrainingHook
+from loopscope.hooks import HookRegistry, MetricInfo, Series, TrainingHook
 
 from tests.contracts.test_hooks import COMMITTING, HEALTH, QUIET, make, reference, refusal
 from tests.support import Case, train
@@ -57,8 +57,10 @@ def info_of(metric: str, infos: list[MetricInfo]) -> MetricInfo | None:
 
 
 def numbers(value: Any) -> Iterator[float]:
-    """Yield the numbers of a metric: of a list, or of a dict by name."""
-    if isinstance(value, dict):
+    """Yield the numbers of a metric: of a series, of a list, or of a dict by name."""
+    if isinstance(value, Series):
+        yield from numbers(value.values)
+    elif isinstance(value, dict):
         for part in value.values():
             yield from numbers(part)
     elif isinstance(value, (list, tuple)):
@@ -96,6 +98,46 @@ def repeated_batch(exponent: int, task: Any, state: Any) -> None:
     task.compute_loss = lambda model, batch: original(model, first.setdefault(len(batch[0]), batch))
 
 
+def zero_gradients(task: Any, state: Any) -> None:
+    """Multiply all gradients by 0, after the backward pass of the unchanged loss."""
+    for parameter in task.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(torch.zeros_like)
+
+
+def zero_loss(task: Any, state: Any) -> None:
+    """Multiply the loss by 0."""
+    original = task.compute_loss
+    task.compute_loss = lambda *arguments: original(*arguments) * 0.0
+
+
+def one_row(task: Any, state: Any) -> None:
+    """Compute the loss of the first row of each batch; batch normalisation refuses one row."""
+    original, count = task.compute_loss, 2 if any(task.model.buffers()) else 1
+    task.compute_loss = lambda model, batch: original(model, tuple(part[:count] for part in batch))
+
+
+def constant_inputs(task: Any, state: Any) -> None:
+    """Give every row of a batch the values of the first one."""
+    original = task.compute_loss
+    task.compute_loss = lambda model, batch: original(
+        model, tuple(part[:1].repeat_interleave(len(part), 0) for part in batch)
+    )
+
+
+def zero_weights(task: Any, state: Any) -> None:
+    """Set all parameters to 0."""
+    with torch.no_grad():
+        for parameter in task.model.parameters():
+            parameter.zero_()
+
+
+def zero_rate(task: Any, state: Any) -> None:
+    """Train with learning rate 0, so that no weight moves."""
+    for group in task.optimizer.param_groups:
+        group["lr"] = 0.0
+
+
 EXPONENTS = {
     scaled_loss: (-90, -40, 0, 40),
     scaled_weights: (-40, 40),
@@ -116,7 +158,32 @@ SCALES = [
 ]
 
 
-def violations(hook: TrainingHook, rows: Any) -> list[str]:
+DEGENERATE = [zero_gradients, zero_loss, one_row, constant_inputs, zero_weights, zero_rate]
+QUICK = {(zero_gradients, CASES[0]), (zero_rate, CASES[1])}
+DEGENERATE_RUNS = [
+    pytest.param(
+        case, change, id=f"{case}-{change.__name__}", marks=[] if (change, case) in QUICK else [pytest.mark.slow]
+    )
+    for case in CASES
+    for change in DEGENERATE
+]
+SHORT_WINDOWS = {name: {"window": 3} for name in ("loss_spikes", "variance")}
+"""Options with which hooks report within a short run."""
+
+
+def undescribed(number: float, text: str) -> bool:
+    """Return whether a value that is not finite is missing in a declared range.
+
+    >>> undescribed(math.nan, "[0, 1], NaN"), undescribed(math.nan, "[0, 1]"), undescribed(math.inf, "[0, ∞)")
+    (False, True, True)
+    """
+    if math.isnan(number):
+        return "NaN" not in text
+    return math.isinf(number) and ("∞]" if number > 0 else "[−∞") not in text
+
+
+def violations(hook: TrainingHook, rows: Any, *, is_finite: bool = False) -> list[str]:
+    """List the values outside of the declared ranges; of a finite run also those that are not finite."""
     infos = list(hook.describe_metrics())
     found = []
     for metrics, *_ in rows:
@@ -126,7 +193,8 @@ def violations(hook: TrainingHook, rows: Any) -> list[str]:
                 continue
             low, high = bounds(info.range)
             found += [f"{name} = {number!r}, range {info.range}" for number in numbers(value)
-                      if math.isfinite(number) and not low <= number <= high]  # fmt: skip
+                      if (math.isfinite(number) and not low <= number <= high)
+                      or (is_finite and undescribed(number, info.range))]  # fmt: skip
     return found
 
 
@@ -140,6 +208,19 @@ def test_values_stay_in_declared_ranges(name, case, change):
     run = train(case, [hook], steps=STEPS, audit=False, every_step=False, raises=LoopscopeError,
                 reference_weights=reference(case), introduce=change)  # fmt: skip
     assert not violations(hook, run.sink.emitted)
+
+
+@pytest.mark.parametrize("name", QUIET + COMMITTING)
+@pytest.mark.parametrize(("case", "change"), DEGENERATE_RUNS)
+def test_degenerate_runs_report_described_values(name, case, change):
+    """Where loss, weights and gradients are finite, a NaN, as of 0/0, or an infinite value needs a declared range."""
+    if refusal(name, case):
+        pytest.skip("the hook does not support the model")
+    hook = make(name)
+    if name in SHORT_WINDOWS:
+        hook = HookRegistry.get(name)(**SHORT_WINDOWS[name])
+    run = train(case, [hook], steps=13, every_step=False, reference_weights=reference(case), introduce=change)
+    assert not violations(hook, run.sink.emitted, is_finite=True)
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,9 @@ class Activations(TrainingHook):
     are left out after the first. A recomputation by activation checkpointing is not a use.
 
     Assumes that units are the last dimension of a tensor with up to three dimensions, and dimension 1 (channels) of
-    images and volumes. The median is that of at most 16,384 elements of a micro-batch, spread evenly over it. Under
-    tensor parallelism activation functions may see a part of their units only, so only blocks are measured.
+    images and volumes. So the "units" of an ``nn.Conv1d``, and of modules after it, are positions. The median is that
+    of at most 16,384 elements of a micro-batch, spread evenly over it. Under tensor parallelism activation functions
+    may see a part of their units only, so only blocks are measured.
 
     Args:
         interval: steps between two measurements.
@@ -85,9 +86,9 @@ class Activations(TrainingHook):
         massive_count/<parameter> | number of elements with |x| > 100 and |x| > 1000·median |x| | 0, 1, 2, …
             | Above 0 in a few blocks is normal for large language models, where they act as biases of attention.
             They need formats with a wide range.
-        outlier_kurtosis/<parameter> | mean_j s_j⁴ / (mean_j s_j²)², s_j the root mean square of unit j | [1, units]
-            | 1: all units have equal size. Rising over the training: outlier units, which make quantisation hard.
-        growth/<parameter> | rms of a block / rms of the block before it in its stack | [0, ∞]
+        outlier_kurtosis/<parameter> | mean_j s_j⁴ / (mean_j s_j²)², s_j the root mean square of unit j | [1, units],
+            NaN | 1: all units have equal size. Rising over the training: outlier units, which make quantisation hard.
+        growth/<parameter> | rms of a block / rms of the block before it in its stack | [0, ∞], NaN
             | Above 1 in every block: the residual stream grows geometrically with depth. Far from 1 in one block:
             look at its initialisation and normalisation.
         dormant_fraction/<parameter> | units with mean |x_j| ≤ dormant_threshold × mean over units of mean |x_j| / all

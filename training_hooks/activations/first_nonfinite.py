@@ -69,7 +69,8 @@ class FirstNonfinite(TrainingHook):
     """Step, sentence and step of the value of each finding that ``check`` has not yet reported."""
     metrics = """
         step | the first step at which the loss, a gradient or a weight is not finite; reported at that step only
-            | 1, 2, 3, … | The alert names the producer. Look at the rows of the step, and at the step before.
+            | 0, 1, 2, … | 0: the initial weights. The alert names the producer. Look at the rows of the step, and at
+            the step before.
         nonfinite_gradients | number of parameters with a non-finite gradient at that step | 0, 1, 2, …
             | All parameters: the loss, or its gradient, is not finite. Few: those before the producer.
         nonfinite_weights | number of parameters with a non-finite weight, at that step and at SNAPSHOT | 0, 1, 2, …

@@ -179,7 +179,7 @@ class ModelSmoothing(InterventionHook):
             at first the initial weights | [0, ∞)
             | The distance that training covered in an interval. Constant: each interval repeats what smoothing
             undoes, or the weights wander. Falling: the weights converge.
-        relative_jump | α·‖θ − b‖₂ / ‖θ‖₂ | [0, ∞]
+        relative_jump | α·‖θ − b‖₂ / ‖θ‖₂ | [0, ∞], NaN
             | The relative change of the weights by the smoothing. Above about 0.1: expect a spike of the loss, and
             optimizer moments that no longer fit the weights; smooth more often, or with a smaller α.
         smoothings | number of smoothings so far, including this one | 1, 2, 3, … | The smoothing's number.

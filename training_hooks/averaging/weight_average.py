@@ -123,7 +123,7 @@ AVERAGE = """
         a better point than its current one. Worse early in the run: the average lags behind.
     {kind}_distance | ‖θ̄ − θ‖₂ over the averaged parameters, θ̄ {label} as of its last update | [0, ∞)
         | Distance of the average from the live weights: lag plus oscillation. Shrinks with the learning rate.
-    {kind}_relative_distance | ‖θ̄ − θ‖₂ / ‖θ‖₂ | [0, ∞]
+    {kind}_relative_distance | ‖θ̄ − θ‖₂ / ‖θ‖₂ | [0, ∞], NaN
         | Near 0: the average equals the model. Above about 0.1: it lags or spans a valley; judge it by its evaluation.
     {kind}_samples | number of updates in {label} | 1, 2, 3, … | Few: hardly an average.
 """

@@ -153,19 +153,19 @@ CIRCUIT = """
         (SNAPSHOT) | [0, ∞) | A gap after the k-th value: the head uses k directions.
     {kind}_norm/<parameter> | ‖{product}‖_F (SNAPSHOT) | [0, ∞) | The strength of the circuit.
     {kind}_effective_rank/<parameter> | exp(−Σ p ln p), p = σ/Σσ of {product} over its head_dim singular values
-        (SNAPSHOT) | [1, head_dim]
+        (SNAPSHOT) | [1, head_dim], NaN
         | The number of directions in use; falls while the head specialises. NaN: the circuit is zero.
-    {kind}_leading_share/<parameter> | σ₁²/Σσ² of {product} (SNAPSHOT) | [1/head_dim, 1]
+    {kind}_leading_share/<parameter> | σ₁²/Σσ² of {product} (SNAPSHOT) | [1/head_dim, 1], NaN
         | 1: the circuit has a single direction.
-    mean_{kind}_effective_rank | mean over all heads of {kind}_effective_rank, without NaNs (SNAPSHOT) | [1, ∞)
+    mean_{kind}_effective_rank | mean over all heads of {kind}_effective_rank, without NaNs (SNAPSHOT) | [1, ∞), NaN
         | The average number of directions per head.
 """
 """Metrics of a circuit, a product of projections, of kind qk or ov."""
 COPYING = """
     ov_copying/<parameter> | Σλ/Σ|λ| over the eigenvalues λ of W_O W_V of one head (Elhage et al. 2021; SNAPSHOT)
-        | [−1, 1] | 1: the head adds the residual that it attends to (copying); near 0: it adds something else; −1: it
-        subtracts it. This concerns the residual stream, not tokens. Missing if W_O W_V is not square.
-    mean_ov_copying | mean over all heads of ov_copying, without NaNs (SNAPSHOT) | [−1, 1]
+        | [−1, 1], NaN | 1: the head adds the residual that it attends to (copying); near 0: it adds something else; −1:
+        it subtracts it. This concerns the residual stream, not tokens. Missing if W_O W_V is not square.
+    mean_ov_copying | mean over all heads of ov_copying, without NaNs (SNAPSHOT) | [−1, 1], NaN
         | Near 1: the attention of the model mostly copies.
 """
 

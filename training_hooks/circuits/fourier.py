@@ -128,14 +128,14 @@ class Fourier(TrainingHook):
             embedding, and the other metrics are NaN.
         key_frequencies | the top_k frequencies k with the largest P_k (all, if F is smaller), largest first | 1..F
             | In cycles per n tokens; a model that has generalised keeps the same few frequencies.
-        key_fractions | f_k = P_k / ΣP of the key frequencies | [0, 1], descending
+        key_fractions | f_k = P_k / ΣP of the key frequencies | [0, 1], descending, NaN
             | The share of power at each key frequency.
-        top_k_fraction | Σ f_k over the key frequencies | [top_k/F, 1]
+        top_k_fraction | Σ f_k over the key frequencies | [top_k/F, 1], NaN
             | Near top_k/F: no structure; near 1: the embedding consists of these waves (grokked).
-        gini | Σᵢ (2i − F − 1)·P₍ᵢ₎ / (F·ΣP), P₍ᵢ₎ ascending | [0, 1 − 1/F]
+        gini | Σᵢ (2i − F − 1)·P₍ᵢ₎ / (F·ΣP), P₍ᵢ₎ ascending | [0, 1 − 1/F], NaN
             | 0: equal power at all frequencies; near 1: a few have all of it. Rises as the model generalises.
-        entropy | −Σ f_k ln f_k | [0, ln F] nats | Falls as the power concentrates on few frequencies.
-        effective_frequencies | exp(entropy) | [1, F] | The number of equally strong frequencies with this entropy.
+        entropy | −Σ f_k ln f_k | [0, ln F] nats, NaN | Falls as the power concentrates on few frequencies.
+        effective_frequencies | exp(entropy) | [1, F], NaN | The number of equally strong frequencies with this entropy.
         acquired_epochs | for each key frequency the first epoch of the current unbroken series of measurements with
             f_k ≥ key_factor/F | [0, epoch], NaN
             | The epoch in which the model acquired this frequency; NaN: it is below the threshold now. A random
@@ -149,19 +149,21 @@ class Fourier(TrainingHook):
         stride_excess | stride_share · F/|H| | [0, F/|H|] | 1: no preference for the harmonics of the data's order.
         decoder_key_frequencies | key_frequencies of the rows 0..n − 1 of the output projection's weight | 1..F
             | Equal to those of the embedding: the model decodes the frequencies that it embeds.
-        decoder_key_fractions | f_k of the output projection at these | [0, 1], descending
+        decoder_key_fractions | f_k of the output projection at these | [0, 1], descending, NaN
             | The share of power at each of these frequencies.
-        decoder_top_k_fraction | Σ of decoder_key_fractions | [top_k/F, 1] | Near 1: no other frequencies are decoded.
-        decoder_gini | gini of the output projection's spectrum | [0, 1 − 1/F] | Often rises earlier than gini.
+        decoder_top_k_fraction | Σ of decoder_key_fractions | [top_k/F, 1], NaN | Near 1: no other frequencies are
+            decoded.
+        decoder_gini | gini of the output projection's spectrum | [0, 1 − 1/F], NaN | Often rises earlier than gini.
         neuron_key_frequencies | key_frequencies of the outputs of the feed-forward layers' first linear maps (before
             the nonlinearity), on the pairs (a, b) of 4 random a with all b; spectrum along b, summed over a, token
             positions, neurons, layers | 1..F | At SNAPSHOT, in eval mode. The frequencies to which the neurons respond.
-        neuron_key_fractions | f_k of this spectrum at these | [0, 1], descending
+        neuron_key_fractions | f_k of this spectrum at these | [0, 1], descending, NaN
             | The share of power at each of these frequencies.
-        neuron_top_k_fraction | Σ of neuron_key_fractions | [top_k/F, 1] | Near 1: no other frequencies are used.
-        neuron_gini | gini of this spectrum | [0, 1 − 1/F] | Rises as the neurons specialise on the same frequencies.
+        neuron_top_k_fraction | Σ of neuron_key_fractions | [top_k/F, 1], NaN | Near 1: no other frequencies are used.
+        neuron_gini | gini of this spectrum | [0, 1 − 1/F], NaN | Rises as the neurons specialise on the same
+            frequencies.
         neuron_purity | mean over neurons of max_k P_k / ΣP, P the spectrum of one neuron; without constant neurons
-            | [1/F, 1] | Near 1: each neuron responds to a single frequency.
+            | [1/F, 1], NaN | Near 1: each neuron responds to a single frequency.
         restricted_loss | mean cross-entropy of L̄ + Π(L) over pairs (a, b) of `rows` a with all b; L the logits in eval
             mode, L̄ their mean, Π the projection onto cos and sin(2πk(a + b)/p) of the frequencies k in
             loss_frequencies (2 dimensions each; arXiv 2301.05217) | [0, ∞) | The loss with only these

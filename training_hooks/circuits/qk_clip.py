@@ -44,7 +44,8 @@ class QKClip(InterventionHook):
     S is the largest scale·q·k of a head in the step's training passes: over its micro-batches, all ranks, queries and
     visible keys, before soft caps and biases. After the optimizer's step, a head with S > τ gets the factor γ = τ/S:
     W_q and W_k of the head are multiplied by √γ (QK-Clip, a part of MuonClip: Kimi K2, arXiv 2507.20534), and so are
-    their biases. With learning rate 0 the same batch then has the largest logit τ. The other heads keep their bits.
+    their biases. With learning rate 0, clipped heads of the first layer then have the largest logit τ on the same
+    batch. The clip changes the inputs of later layers, whose logits may differ from τ. The other heads keep their bits.
 
     Keys that several heads share (GQA, MQA) stay as they are, and W_q of the head is multiplied by γ. In multi-head
     latent attention (MLA), the parts of W_q and W_k without rotary positions are multiplied by √γ, the rotary part of

@@ -16,14 +16,14 @@ UNTIED_INTERVAL = 100
 """Steps between two measurements of separate matrices, whose gradients other hooks show as well."""
 PATH = """
     {prefix}_l2_norm | ‖{symbol}‖₂ | [0, ∞) | Size of the gradient {way}.
-    {prefix}_mean | mean of the elements of {symbol} | (−∞, ∞) | Far from 0: a common drift.
+    {prefix}_mean | mean of the elements of {symbol} | (−∞, ∞) | {drift}
     {prefix}_mean_abs | mean of |{symbol}| over all elements | [0, ∞)
         | Together with the norm it separates a gradient in few rows (small) from one in all rows.
 """
 BOTH_PATHS = """
-    output_to_embedding_ratio | ‖g_out‖₂ / ‖g_in‖₂ | [0, ∞)
+    output_to_embedding_ratio | ‖g_out‖₂ / ‖g_in‖₂ | [0, ∞], NaN
         | Above 1: the output projection dominates the tied matrix. NaN or ∞: g_in is zero.
-    cosine | ⟨g_in, g_out⟩ / (‖g_in‖₂ ‖g_out‖₂) | [-1, 1]
+    cosine | ⟨g_in, g_out⟩ / (‖g_in‖₂ ‖g_out‖₂) | [-1, 1], NaN
         | Below 0: the two uses pull the matrix in opposite directions. Tied weights only. NaN: one gradient is zero.
 """
 
@@ -54,8 +54,19 @@ class EmbeddingProvenance(TrainingHook):
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     _gradients = Remembered(partial(TiedGradients, all_sums), saved=False)
     metrics = (
-        PATH.format(prefix="embedding_grad", symbol="g_in", way="through the input embedding")
-        + PATH.format(prefix="output_proj_grad", symbol="g_out", way="through the output projection")
+        PATH.format(
+            prefix="embedding_grad",
+            symbol="g_in",
+            way="through the input embedding",
+            drift="Far from 0: a common drift.",
+        )
+        + PATH.format(
+            prefix="output_proj_grad",
+            symbol="g_out",
+            way="through the output projection",
+            drift="Under a softmax 0 up to rounding, since the gradients of a row's logits add up to 0; it shows no "
+            "drift there. Far from 0 under other losses: a common drift.",
+        )
         + BOTH_PATHS
     )
     panels = (

@@ -124,14 +124,14 @@ class GradClip(InterventionHook):
             c_p < 1 / all that have a gradient | [0, 1]
             | The share that clipping changes. Near 1 throughout: the limit is too tight and destroys the gradient's
             shape.
-        mean | zclip: μ of the history before this step, after the warm-up | [0, ∞)
+        mean | zclip: μ of the history before this step, after the warm-up | [0, ∞), NaN
             | The usual norm. NaN: the warm-up is not finished, since norms were not finite.
-        std | zclip: σ of the history before this step | [0, ∞) | The usual spread of the norms.
-        z | zclip: z = (‖g‖₂ − μ) / σ | (−∞, ∞)
+        std | zclip: σ of the history before this step | [0, ∞), NaN | The usual spread of the norms.
+        z | zclip: z = (‖g‖₂ − μ) / σ | [−∞, ∞], NaN
             | Above z_threshold: a spike, which is clipped. Mostly positive: the norm rises faster than the average.
-        threshold | zclip: μ + z_threshold·σ | [0, ∞)
+        threshold | zclip: μ + z_threshold·σ | [0, ∞), NaN
             | The norm above which a step is clipped (to less than this: the larger the spike, the nearer to μ).
-        gamma_ratio | adagc: max over p of ‖g_p‖₂ / γ_p, γ_p of the history before this step | [0, ∞)
+        gamma_ratio | adagc: max over p of ‖g_p‖₂ / γ_p, γ_p of the history before this step | [0, ∞), NaN
             | The ratio of the most unusual parameter to its past norms; above lambda_rel it is clipped (after the
             warm-up).
     """

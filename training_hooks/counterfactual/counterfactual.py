@@ -168,50 +168,50 @@ class Counterfactual(InterventionHook):
     needs_pre_epoch_state = True
     uses_reference_weights = True
     metrics = f"""
-        ordering_fraction | 1 − max(0, cos(g, c̄))²: the share of ‖g‖² that is not along c̄ | [0, 1]
+        ordering_fraction | 1 − max(0, cos(g, c̄))²: the share of ‖g‖² that is not along c̄ | [0, 1], NaN
             | 1 for an epoch against its content (content_cosine below 0). Compare it with the null: with noise of r
             times the signal's energy and without an effect of the order it is about 1 − 1/((1+r)(1+r/K)).
-        ordering_fraction_error | √((K−1)/K Σᵢ (x₋ᵢ − mean x₋)²), x₋ᵢ without shuffle i | [0, ∞)
+        ordering_fraction_error | √((K−1)/K Σᵢ (x₋ᵢ − mean x₋)²), x₋ᵢ without shuffle i | [0, ∞), NaN
             | The standard error over the choice of the shuffles, for this g (jackknife). For an interval multiply it by
             Student's t for K − 1 degrees of freedom (4.30 for 3); its measured coverage is below. Needs K ≥ 3.
-        ordering_fraction_matched | mean over k of 1 − max(0, cos(g, mean of the c_j, j ≠ k))² | [0, 1]
+        ordering_fraction_matched | mean over k of 1 − max(0, cos(g, mean of the c_j, j ≠ k))² | [0, 1], NaN
             | The same for K − 1 shuffles, comparable with the null.
-        null_fraction | mean over k of 1 − max(0, cos(c_k, mean of the c_j, j ≠ k))² | [0, 1]
+        null_fraction | mean over k of 1 − max(0, cos(c_k, mean of the c_j, j ≠ k))² | [0, 1], NaN
             | The result of a shuffled epoch instead of the observed one: chance alone.
-        null_fraction_error | as ordering_fraction_error | [0, ∞)
+        null_fraction_error | as ordering_fraction_error | [0, ∞), NaN
             | The standard error of null_fraction over the choice of the shuffles, to be used with the same t. Needs
             K ≥ 3.
-        excess | ordering_fraction_matched − null_fraction | [−1, 1]
+        excess | ordering_fraction_matched − null_fraction | [−1, 1], NaN
             | The effect of the order. Its expectation is zero for a random order; single values scatter, so use several
             epochs. Negative: more typical than a random order.
         excess_error | √max(J, (1 − 1/K²)·mean pᵢ²), J the jackknife's variance over the shuffles, pᵢ the excess of
             shuffle i instead of g against the others; if |excess| exceeds t(95 %, K − 1) times that: √(J + v_g), if
-            larger, v_g the variance due to the chance in g | [0, ∞)
+            larger, v_g the variance due to the chance in g | [0, ∞), NaN
             | The standard error of the excess, including the chance in the one observed epoch. Needs K ≥ 3.
-        excess_half_width | t(95 %, K − 1)·excess_error | [0, ∞)
+        excess_half_width | t(95 %, K − 1)·excess_error | [0, ∞), NaN
             | A smaller |excess| is not significant by itself. Conservative. Needs K ≥ 3.
-        content_norm | |g·c̄| / ‖c̄‖ | [0, ∞) | The part of g that is independent of the order.
-        ordering_norm | ‖g − (g·c̄ / ‖c̄‖²) c̄‖ | [0, ∞) | The rest: order and chance. The squares of both add up
+        content_norm | |g·c̄| / ‖c̄‖ | [0, ∞), NaN | The part of g that is independent of the order.
+        ordering_norm | ‖g − (g·c̄ / ‖c̄‖²) c̄‖ | [0, ∞), NaN | The rest: order and chance. The squares of both add up
             to ‖g‖².
-        content_cosine | cos(g, c̄) | [−1, 1] | The signed coherence with the content. Negative: this order works against
-            the data.
-        shuffle_coherence | mean over pairs i < j of cos(c_i, c_j) | [−1, 1]
+        content_cosine | cos(g, c̄) | [−1, 1], NaN | The signed coherence with the content. Negative: this order works
+            against the data.
+        shuffle_coherence | mean over pairs i < j of cos(c_i, c_j) | [−1, 1], NaN
             | The agreement of single shuffled epochs: about 1/(1+r). Near 0: K is too small for a conclusion.
-        observed_coherence | mean over k of cos(g, c_k) | [−1, 1]
+        observed_coherence | mean over k of cos(g, c_k) | [−1, 1], NaN
             | The agreement of shuffled epochs with the observed one; below shuffle_coherence: its order differs from
             random orders.
         observed_norm | ‖g‖₂ | [0, ∞) | The norm of the observed epoch's mean gradient.
         shuffled_norm | mean over k of ‖c_k‖₂ | [0, ∞)
             | Above observed_norm: gradients that add up in random orders cancel in the observed order.
-        solution_cosine | cos(−g, d), d = θ_ref − θ₀, θ₀ the parameters before the epoch | [−1, 1]
+        solution_cosine | cos(−g, d), d = θ_ref − θ₀, θ₀ the parameters before the epoch | [−1, 1], NaN
             | Needs a reference solution, like the four metrics below. Positive: the epoch leads to the reference.
-        content_solution_cosine | cos(−(g·c̄ / ‖c̄‖²) c̄, d) | [−1, 1]
+        content_solution_cosine | cos(−(g·c̄ / ‖c̄‖²) c̄, d) | [−1, 1], NaN
             | Positive: the part of g that is independent of the order leads to the reference.
-        ordering_solution_cosine | cos(−(g − (g·c̄ / ‖c̄‖²) c̄), d) | [−1, 1]
+        ordering_solution_cosine | cos(−(g − (g·c̄ / ‖c̄‖²) c̄), d) | [−1, 1], NaN
             | Positive: the rest, order and chance, leads to the reference; near 0: it is unrelated. NaN: the rest is
             zero (ordering_norm² below {NO_ORDERING:.0e}·‖g‖²).
-        shuffled_solution_cosine | mean over k of cos(−c_k, d) | [−1, 1] | The cosine for random orders.
-        solution_excess | solution_cosine − shuffled_solution_cosine | [−2, 2]
+        shuffled_solution_cosine | mean over k of cos(−c_k, d) | [−1, 1], NaN | The cosine for random orders.
+        solution_excess | solution_cosine − shuffled_solution_cosine | [−2, 2], NaN
             | Positive: this order leads to the reference better than a random one, for which the expectation is zero.
     """
 

@@ -74,23 +74,23 @@ class CounterfactualValidator(DebugInterventionHook):
     needs_grads = True
     needs_pre_epoch_state = True
     metrics = """
-        ordering_fraction | by K: mean over sets of K shuffles of 1 − max(0, cos(g, c̄))² | [0, 1]
+        ordering_fraction | by K: mean over sets of K shuffles of 1 − max(0, cos(g, c̄))² | [0, 1], NaN
             | Falls with K for noisy shuffles, because more shuffles determine c̄ better.
         ordering_fraction_error | by K ≥ 3: √ mean over sets of the jackknife variance (K−1)/K Σᵢ (x₋ᵢ − mean x₋)²
-            | [0, ∞) | The standard error of ordering_fraction over the choice of K shuffles. For an interval multiply
-            it by Student's t for K − 1 degrees of freedom; measured coverage is below.
+            | [0, ∞), NaN | The standard error of ordering_fraction over the choice of K shuffles. For an interval
+            multiply it by Student's t for K − 1 degrees of freedom; measured coverage is below.
         null_fraction | by K: mean over sets of the mean over k of 1 − max(0, cos(c_k, mean of the c_j, j ≠ k))²
-            | [0, 1] | The fraction due to chance alone with K shuffles.
-        null_fraction_error | as ordering_fraction_error | [0, ∞)
+            | [0, 1], NaN | The fraction due to chance alone with K shuffles.
+        null_fraction_error | as ordering_fraction_error | [0, ∞), NaN
             | The standard error of null_fraction over the choice of K shuffles, to be used with the same t.
-        excess | by K: mean over sets of ordering_fraction_matched − null_fraction | [−1, 1]
+        excess | by K: mean over sets of ordering_fraction_matched − null_fraction | [−1, 1], NaN
             | The effect of the order. It should hardly depend on K; if it does, small K are biased here.
-        excess_error | by K ≥ 3: root mean square over sets of the excess_error of counterfactual | [0, ∞)
+        excess_error | by K ≥ 3: root mean square over sets of the excess_error of counterfactual | [0, ∞), NaN
             | The standard error of the excess of one epoch with K shuffles, including the chance in its order.
-        excess_half_width | by K ≥ 3: t(confidence, K − 1)·excess_error | [0, ∞)
+        excess_half_width | by K ≥ 3: t(confidence, K − 1)·excess_error | [0, ∞), NaN
             | A smaller |excess| of counterfactual with this K is not significant by itself.
-        excess_low | excess − half-width at k_max | (−∞, ∞) | Above 0: the order has an effect.
-        excess_high | excess + half-width at k_max | (−∞, ∞) | Below 0: more typical than chance.
+        excess_low | excess − half-width at k_max | (−∞, ∞), NaN | Above 0: the order has an effect.
+        excess_high | excess + half-width at k_max | (−∞, ∞), NaN | Below 0: more typical than chance.
         sufficient_k | the smallest K with excess_half_width ≤ tolerance for K and more | {3, …, k_max}, NaN
             | The k to use for counterfactual. NaN: k_max shuffles are not enough; average over epochs instead.
     """

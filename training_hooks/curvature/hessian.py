@@ -84,54 +84,54 @@ def moved_like(live: Vector, values: Vector) -> dict[str, Tensor]:
 ENTANGLEMENT = """
     entanglement_norm | ‖E‖₂, E = g_B(θ + Δθ) − g_B(θ) | [0, ∞)
         | The change that the step on A made to the gradient of the next batch B; exact for every optimizer.
-    entanglement_ratio | ‖E‖₂ / ‖g_B(θ)‖₂ | [0, ∞)
+    entanglement_ratio | ‖E‖₂ / ‖g_B(θ)‖₂ | [0, ∞], NaN
         | Above about 1: the previous step dominates the gradient of B, so the order matters.
-    entanglement_cosine | cos(E, g_B(θ)) | [−1, 1]
+    entanglement_cosine | cos(E, g_B(θ)) | [−1, 1], NaN
         | Negative: the step on A did part of the work of B. Positive: it steepened B's loss. Near 0: it rotated B's
         gradient.
-    gradient_cosine | cos(g_A, g_B(θ)), g_A the gradient at POST_BACKWARD | [−1, 1]
+    gradient_cosine | cos(g_A, g_B(θ)), g_A the gradient at POST_BACKWARD | [−1, 1], NaN
         | Agreement of consecutive batches at the same parameters. NaN here and below: a vector was zero.
     update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the optimizer's step on A.
 """
 APPROXIMATION = """
     {0}_norm | ‖{1}‖₂ | [0, ∞) | Size of {2}.
-    {0}_error | ‖{1} − E‖₂ / ‖E‖₂ | [0, ∞) | 0: equal to E; 1: as inaccurate as predicting 0.
-    {0}_cosine | cos({1}, E) | [−1, 1] | 1: the direction is correct, independent of the size.
+    {0}_error | ‖{1} − E‖₂ / ‖E‖₂ | [0, ∞], NaN | 0: equal to E; 1: as inaccurate as predicting 0.
+    {0}_cosine | cos({1}, E) | [−1, 1], NaN | 1: the direction is correct, independent of the size.
 """
 CURVATURE_AND_OWN_STEP = """
-    update_curvature | ΔθᵀH_BΔθ / ‖Δθ‖² | (−∞, ∞) | Curvature of B's loss along the step on A.
-    gradient_curvature | vᵀH_B v / ‖v‖², v = −η·g_A | (−∞, ∞)
+    update_curvature | ΔθᵀH_BΔθ / ‖Δθ‖² | (−∞, ∞), NaN | Curvature of B's loss along the step on A.
+    gradient_curvature | vᵀH_B v / ‖v‖², v = −η·g_A | (−∞, ∞), NaN
         | Curvature of B's loss along g_A; above update_curvature: the optimizer avoids steep directions.
-    preconditioned_curvature | ΔθᵀH_BΔθ / ΔθᵀPΔθ, P = √v̂ + ε of Adam after the step on A | (−∞, ∞)
+    preconditioned_curvature | ΔθᵀH_BΔθ / ΔθᵀPΔθ, P = √v̂ + ε of Adam after the step on A | (−∞, ∞), NaN
         | The Rayleigh quotient of P^(−1/2)·H_B·P^(−1/2) along P^(1/2)Δθ: never above its largest eigenvalue.
     stability_ratio | SGD: update_curvature/(2/η), with momentum μ and dampening τ update_curvature/((2+2μ)/((1−τ)η)),
         with Nesterov momentum update_curvature/((2+2μ)/((1+2μ)η)), weight decay λ subtracted from each of these
         thresholds; Adam and AdamW: preconditioned_curvature/((1−β₁ᵗ)·(2+2β₁)/((1−β₁)η)), t the number of steps
-        including that on A | (−∞, ∞)
+        including that on A | (−∞, ∞), NaN
         | Above 1: on a quadratic loss with this curvature, training would diverge along the update. Missing for other
         optimizers, for parameter groups with different settings, and if weight decay alone diverges.
-    coherence | cos(E, E′), E′ the entanglement of the previous step | [−1, 1]
+    coherence | cos(E, E′), E′ the entanglement of the previous step | [−1, 1], NaN
         | Positive: consecutive steps change the next gradient in the same direction, so effects of the order add up.
-    burst_coherence | ‖ΣE‖₂ / Σ‖E‖₂ over the burst so far, from its second entanglement on | [0, 1]
+    burst_coherence | ‖ΣE‖₂ / Σ‖E‖₂ over the burst so far, from its second entanglement on | [0, 1], NaN
         | 1: all entanglements of the burst have the same direction. About 1/√m after m of them: they are unrelated.
-    update_solution_cosine | cos(Δθ, θ_ref − θ), θ_ref the reference solution | [−1, 1]
+    update_solution_cosine | cos(Δθ, θ_ref − θ), θ_ref the reference solution | [−1, 1], NaN
         | Positive: the step on A moved towards the reference.
-    entanglement_solution_cosine | cos(−E, θ_ref − θ) | [−1, 1]
+    entanglement_solution_cosine | cos(−E, θ_ref − θ) | [−1, 1], NaN
         | Positive: the step on A turned B's descent direction towards the reference.
-    gradient_solution_cosine | cos(−g_B(θ), θ_ref − θ) | [−1, 1]
+    gradient_solution_cosine | cos(−g_B(θ), θ_ref − θ) | [−1, 1], NaN
         | Positive: without the step on A, descent on B moves towards the reference; the baseline for the others.
     own_loss_change | L_B(θ′ + Δθ′) − L_B(θ′), Δθ′ the step on B, θ′ the parameters before it | (−∞, ∞)
         | The effect of the step on the loss of its own batch; positive: it overshot.
     own_loss_change_predicted | g_B(θ′)·Δθ′ | (−∞, ∞)
         | The same to first order; positive: the optimizer stepped uphill on the loss of this batch.
-    own_gain_ratio | own_loss_change / own_loss_change_predicted | (−∞, ∞)
+    own_gain_ratio | own_loss_change / own_loss_change_predicted | [−∞, ∞], NaN
         | 1: the loss is linear along the step. About 1/2: the step leads to the minimum along its line. Negative: the
         loss changed against its prediction, so the step usually raised it.
-    own_entanglement_ratio | ‖g_B(θ′ + Δθ′) − g_B(θ′)‖₂ / ‖g_B(θ′)‖₂ | [0, ∞)
+    own_entanglement_ratio | ‖g_B(θ′ + Δθ′) − g_B(θ′)‖₂ / ‖g_B(θ′)‖₂ | [0, ∞), NaN
         | The relative change of the gradient of the step's own batch: the baseline for entanglement_ratio.
-    own_entanglement_cosine | cos(g_B(θ′ + Δθ′) − g_B(θ′), g_B(θ′)) | [−1, 1]
+    own_entanglement_cosine | cos(g_B(θ′ + Δθ′) − g_B(θ′), g_B(θ′)) | [−1, 1], NaN
         | −1: the step consumed part of its gradient; positive: the loss becomes steeper downhill.
-    own_curvature | Δθ′·(g_B(θ′ + Δθ′) − g_B(θ′)) / ‖Δθ′‖² | (−∞, ∞)
+    own_curvature | Δθ′·(g_B(θ′ + Δθ′) − g_B(θ′)) / ‖Δθ′‖² | (−∞, ∞), NaN
         | Mean curvature of B's loss along its own step; near 2/η: SGD is close to instability.
 """
 

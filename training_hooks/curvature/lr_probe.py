@@ -112,13 +112,13 @@ class LrProbe(InterventionHook):
     _snapshots = Remembered(int)
     metrics = """
         suggested_lr | η at which ds/d ln η, by central differences, is smallest and negative, before min_loss_lr
-            | [lr_min, lr_max]
+            | [lr_min, lr_max], NaN
             | The learning rate at which the loss falls fastest; a good initial value. NaN: the loss never falls.
         min_loss_lr | η at which s is smallest | [lr_min, lr_max]
             | Too high for training; a tenth of it is a common choice. Compare it with the run's learning rate.
         min_loss | the smallest s | (−∞, ∞) | The lowest smoothed loss in the test.
         divergence_lr | the first η at which s > b + (divergence − 1)·|b|, b the smallest s so far, or s is not finite
-            | [lr_min, lr_max]
+            | [lr_min, lr_max], NaN
             | The learning rate at which training diverges. NaN: it does not diverge in the range. A slight rise of a
             loss near 0 also counts as divergence.
         rates | η_i = lr_min·(lr_max/lr_min)^(i/(steps − 1)), i = 0..steps − 1 | (0, ∞)

@@ -159,18 +159,18 @@ def critical_step(rise: Rise, first: Tensor, passes: int) -> Tensor:
 
 
 CRITICAL_SHARPNESS = """
-    critical_sharpness | 2/η_c, L(θ − η_c·g) = L(θ), g = ∇L(θ) | (0, ∞)
+    critical_sharpness | 2/η_c, L(θ − η_c·g) = L(θ), g = ∇L(θ) | (0, ∞), NaN
         | The curvature along the gradient for finite steps; at most sharpness on a quadratic loss. NaN here and below:
         η_c is not within a factor of 4^critical_passes of the current learning rate.
-    preconditioned_critical_sharpness | 2/η_c, L(θ − η_c·P⁻¹g) = L(θ) | (0, ∞)
+    preconditioned_critical_sharpness | 2/η_c, L(θ − η_c·P⁻¹g) = L(θ) | (0, ∞), NaN
         | The same in Adam's direction without momentum; at most preconditioned_sharpness on a quadratic loss.
     update_critical_ratio | 1/c, L(θ + c·Δθ) = L(θ), L the loss of the first batch, Δθ the step that the optimizer would
-        now take on it, with momentum and weight decay | (0, ∞]
+        now take on it, with momentum and weight decay | (0, ∞], NaN
         | η/η_c. 1/2: the step leads to the minimum along its line; above 1: it raises the loss of its own batch.
         Infinite: the step goes uphill from the start.
     update_critical_lr | η_c = c·η, η the current learning rate of all parameter groups (missing if they differ)
-        | [0, ∞) | The learning rate above which the next step raises the loss of its batch.
-    update_critical_sharpness | 2/η_c = 2/(c·η) | (0, ∞]
+        | [0, ∞), NaN | The learning rate above which the next step raises the loss of its batch.
+    update_critical_sharpness | 2/η_c = 2/(c·η) | (0, ∞], NaN
         | The critical sharpness of arXiv 2601.16979; rises in training until it stays near 2/η, or higher with
         momentum.
 """

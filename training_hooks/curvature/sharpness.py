@@ -125,16 +125,18 @@ MOMENTS = """
         for 6), is a 95 % interval, whose measured coverage is below. Missing for one probe.
     eigenvalue_rms | √(tr(H²)/n), n the number of parameters, by quadrature | [0, ∞)
         | The root mean square of all eigenvalues; far below sharpness: the curvature is in a few directions.
-    effective_directions | (Σ|λ|)²/Σλ² over all eigenvalues, by quadrature, at least 1 | [1, n]
+    effective_directions | (Σ|λ|)²/Σλ² over all eigenvalues, by quadrature, at least 1 | [1, n], NaN
         | The effective number of directions with curvature: m if m eigenvalues are equal in size and the others zero.
-    negative_energy | Σ λ² over λ < 0 / Σ λ², by quadrature | [0, 1] | 0: the loss is convex here; falls in training.
+    negative_energy | Σ λ² over λ < 0 / Σ λ², by quadrature | [0, 1], NaN | 0: the loss is convex here; falls in
+        training.
     eigenvalue_rms_error | {jackknife}, e = eigenvalue_rms | [0, ∞) | {error}
     effective_directions_error | {jackknife}, e = effective_directions | [0, ∞) | {error}
     negative_energy_error | {jackknife}, e = negative_energy | [0, ∞) | {error}
     density_grid | density_points even steps over the quadrature nodes with three extra steps on each side
         | (−∞, ∞), ascending | The eigenvalues at which density is reported.
     density | Σ w·N(grid; node, step²) over nodes and weights of stochastic Lanczos quadrature (arXiv 1901.10159)
-        | [0, ∞) | The share of eigenvalues per unit of λ, smoothed by one grid step; plot it on a logarithmic axis.
+        | [0, ∞), NaN | The share of eigenvalues per unit of λ, smoothed by one grid step; plot it on a logarithmic
+        axis.
     density_error | {jackknife}, e = density, at each λ of density_grid | [0, ∞) | {error}
 """.format(
     jackknife="√((K−1)/K·Σ(e₋ᵢ − ē)²), e₋ᵢ without the i-th of the K density probes, ē their mean (jackknife)",

@@ -47,23 +47,23 @@ def accumulation_efficiency(gram: Tensor, window: int) -> Tensor:
 
 
 AUTOCORRELATION = """
-    autocorrelation_lag_{lag} | mean of cos(g_t, g_(t−{lag})) over the k − {lag} pairs among the k gradients | [−1, 1]
-        | About 1/(1+r) for batches with a noise-to-signal energy ratio of r if the weights do not move. {contrast}
+    autocorrelation_lag_{lag} | mean of cos(g_t, g_(t−{lag})) over the k − {lag} pairs among the k gradients | [−1, 1],
+        NaN | About 1/(1+r) for batches with a noise-to-signal energy ratio of r if the weights do not move. {contrast}
 """
 FIRST_LAG = "Negative: each step overshoots, and the next one pulls back."
 LATER_LAG = "Below lag 1: the gradient turns within {} steps. Negative: it swings back after that many."
 LAG_ROWS = [AUTOCORRELATION.format(lag=lag, contrast=LATER_LAG.format(lag) if lag > 1 else FIRST_LAG) for lag in LAGS]
 EFFICIENCY = """
-    accumulation_efficiency_{window} | ‖Σg‖₂ / Σ‖g‖₂ over the newest {window} gradients | [0, 1]
+    accumulation_efficiency_{window} | ‖Σg‖₂ / Σ‖g‖₂ over the newest {window} gradients | [0, 1], NaN
         | 1: all point in one direction. 1/√{window} = {orthogonal:.2f}: they are orthogonal, like noise, and
         accumulating them averages the noise out. Below that: they cancel.
 """
 WINDOW_ROWS = [EFFICIENCY.format(window=window, orthogonal=window**-0.5) for window in WINDOWS]
 RANK = """
     effective_rank | exp(−Σ p ln p), p = σ/Σσ, σ the singular values of the k gradients as rows; σ² ≤ k·ε·max σ² counts
-        as 0, ε the rounding error of their dtype | [1, k] | Number of directions that the gradients of successive
+        as 0, ε the rounding error of their dtype | [1, k], NaN | Number of directions that the gradients of successive
         batches span. Near k: each batch pulls in its own direction; far below: they share a few. Compare at equal k.
-    leading_share | max σ² / Σσ² | [1/k, 1]
+    leading_share | max σ² / Σσ² | [1/k, 1], NaN
         | The share of the gradients' energy along one direction. Near 1: all batches agree.
     gradients | k | [2, history] | Number of consecutive gradients behind this step's values.
 """

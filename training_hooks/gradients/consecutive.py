@@ -62,13 +62,13 @@ class Consecutive(TrainingHook):
     _summed = Remembered(int)
     metrics = """
         cosine | ḡ·ḡ' / (‖ḡ‖₂ ‖ḡ'‖₂), ḡ the mean over the epoch's steps of the gradient, ḡ' that of the epoch before
-            | [−1, 1] | Near 1: successive epochs push in one direction; 0: their directions are unrelated; below 0:
-            they oppose each other, as when the steps overshoot a valley. NaN: one of the two is zero.
-        norm_ratio | ‖ḡ‖₂ / ‖ḡ'‖₂ | [0, ∞] | Above 1: the gradient grows from epoch to epoch.
-        relative_change | ‖ḡ − ḡ'‖₂ / ‖ḡ'‖₂ | [0, ∞]
+            | [−1, 1], NaN | Near 1: successive epochs push in one direction; 0: their directions are unrelated; below
+            0: they oppose each other, as when the steps overshoot a valley. NaN: one of the two is zero.
+        norm_ratio | ‖ḡ‖₂ / ‖ḡ'‖₂ | [0, ∞], NaN | Above 1: the gradient grows from epoch to epoch.
+        relative_change | ‖ḡ − ḡ'‖₂ / ‖ḡ'‖₂ | [0, ∞], NaN
             | 0: the same gradient; √2 at equal norms: orthogonal. Unlike the cosine it depends on the length.
         parameter_cosine/<parameter> | ḡ_p·ḡ'_p / (‖ḡ_p‖₂ ‖ḡ'_p‖₂) of one parameter that had a gradient in both epochs
-            | [−1, 1] | Shows which layers still have a steady direction.
+            | [−1, 1], NaN | Shows which layers still have a steady direction.
     """
 
     def __init__(self, *, interval: int = 0) -> None:

@@ -134,13 +134,15 @@ class GradientFlow(TrainingHook):
             with more than top + bottom blocks, of those where it is largest or smallest, and of names | [0, ∞)
             | The size of the gradient that reaches the block. Compare between blocks and steps of equal batches only.
         gain/<parameter> | ‖∂L/∂h_i‖₂ / ‖∂L/∂h_{i+1}‖₂, h_{i+1} the output of the block, h_i that of the one before it;
-            of blocks chosen in the same way | [0, ∞] | The factor by which the block multiplies the gradient. Far from
-            1 in one block: look at its normalisation layers and the scale of its weights. NaN: both gradients are zero.
+            of blocks chosen in the same way | [0, ∞], NaN | The factor by which the block multiplies the gradient. Far
+            from 1 in one block: look at its normalisation layers and the scale of its weights. NaN: both gradients are
+            zero.
         total_gain/<parameter> | ‖∂L/∂h_1‖₂ / ‖∂L/∂h_n‖₂, h_1 and h_n the outputs of the first and the last block of the
-            chain that had a gradient | [0, ∞] | The product of the gains, if all blocks had a gradient. Far below 1:
-            the first blocks hardly learn. Far above 1: they dominate the norm that clipping uses.
-        smallest_gain | min over all blocks of gain/<block> | [0, ∞] | Gain of the block that loses most gradient.
-        largest_gain | max over all blocks of gain/<block> | [0, ∞] | Gain of the block where gradients explode first.
+            chain that had a gradient | [0, ∞], NaN | The product of the gains, if all blocks had a gradient. Far below
+            1: the first blocks hardly learn. Far above 1: they dominate the norm that clipping uses.
+        smallest_gain | min over all blocks of gain/<block> | [0, ∞], NaN | Gain of the block that loses most gradient.
+        largest_gain | max over all blocks of gain/<block> | [0, ∞], NaN | Gain of the block where gradients explode
+            first.
         vanishing_count | number of blocks with gain ≤ vanishing_gain | 0, 1, 2, …
             | Constantly above 0: saturated activations, weights too small, or normalisation that divides by a large
             number.

@@ -161,7 +161,7 @@ class GradientNoiseScale(TrainingHook):
     _moments = Remembered(partial(torch.zeros, 3, 3, dtype=torch.float64))  # of their products, by the squared weights
     _cubes = Remembered(float)  # of the cubed weights
     metrics = """
-        noise_scale | S / |G|², each averaged by itself over the measurements so far | (−∞, ∞)
+        noise_scale | S / |G|², each averaged by itself over the measurements so far | (−∞, ∞), NaN
             | In rows. For SGD: doubling a batch far below it nearly halves the steps needed, doubling one far above it
             saves almost none. Adam, Muon and others divide by the size of gradients, so that their useful batch size
             may differ from it by a large factor; compare it between steps only. Usually grows during training.
@@ -171,7 +171,7 @@ class GradientNoiseScale(TrainingHook):
         noise | S: average of noise_estimate, the newest but k weighted by decay^k | (−∞, ∞)
             | tr Σ, Σ the covariance of one row's gradient; a batch of B rows has the noise energy S/B.
         noise_scale_error | √(c·Σw²(S_i − B·|G|²_i)²) / (|G|²·Σw), w = decay^k, B = S/|G|² of the averages, c = 1 / (1 +
-            Σw²/(Σw)² − 2Σw³/(Σw·Σw²)) | [0, ∞)
+            Σw²/(Σw)² − 2Σw³/(Σw·Σw²)) | [0, ∞), NaN
             | Standard error of noise_scale (delta method); from the second measurement on.
         signal_error | √(c·Σw²(|G|²_i − |G|²)²) / Σw | [0, ∞)
             | Standard error of signal. Above a fifth of signal: noise_scale and its error are unreliable; average

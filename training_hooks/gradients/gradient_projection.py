@@ -73,9 +73,9 @@ class GradientProjection(TrainingHook):
     needs_reference_weights = True
     _memory = Remembered(FlatMemory, merged=True)  # the parameters that the strategy began with
     metrics = """
-        gradient_cosine | cos(−ḡ, d), d = θ_ref − θ | [−1, 1] | Positive: descent along ḡ approaches the reference. In n
-            dimensions a random direction has a cosine of magnitude about 1/√n.
-        gradient_projection | −ḡ·d / ‖d‖ | (−∞, ∞)
+        gradient_cosine | cos(−ḡ, d), d = θ_ref − θ | [−1, 1], NaN | Positive: descent along ḡ approaches the reference.
+            In n dimensions a random direction has a cosine of magnitude about 1/√n.
+        gradient_projection | −ḡ·d / ‖d‖ | (−∞, ∞), NaN
             | Decrease of the loss per unit of distance towards the reference, to first order.
         distance | ‖d‖₂ | [0, ∞) | The straight-line distance that remains.
         relative_distance | ‖d‖ / ‖D‖, D = θ_ref − θ₀ | [0, ∞)
@@ -85,7 +85,7 @@ class GradientProjection(TrainingHook):
         orthogonal | ‖(θ − θ₀) − progress·D‖ / ‖D‖ | [0, ∞)
             | Distance from the straight route, relative to its length: relative_distance² = (1 − progress)² +
             orthogonal². High without progress: the run heads elsewhere, for example to memorise.
-        displacement_cosine | cos(θ − θ₀, D) | [−1, 1]
+        displacement_cosine | cos(θ − θ₀, D) | [−1, 1], NaN
             | The direction of the total displacement. NaN while no parameter has moved.
         parameter_progress/<parameter> | progress, over the elements of one parameter | (−∞, ∞)
             | Shows which layers arrive first. NaN: the parameter is the same in the reference as at the start.

@@ -35,7 +35,7 @@ class Norms(TrainingHook):
             norm of the steps' gradients.
         total_weight_norm | ‖θ‖₂ over all trainable parameters, after the epoch | [0, ∞)
             | Weight decay reduces it; in grokking it peaks while the data are memorised and falls afterwards.
-        grad_weight_ratio | ‖ḡ‖₂ / ‖θ‖₂ | [0, ∞)
+        grad_weight_ratio | ‖ḡ‖₂ / ‖θ‖₂ | [0, ∞], NaN
             | The gradient relative to the weights; not the update ratio, which depends on the optimizer.
         max_abs_grad | max |ḡᵢ| over all elements | [0, ∞) | Near total_grad_norm: one element carries the gradient.
         grad_norm/<parameter> | ‖ḡ_p‖₂ of one parameter; of a model with more than top + bottom parameters, of those

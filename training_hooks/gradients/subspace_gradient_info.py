@@ -90,16 +90,16 @@ class SubspaceGradientInfo(TrainingHook):
     _history = Remembered(lambda hook: GradientHistory(hook.window + 1, hook.projection), by_options=True, merged=True)
     metrics = """
         participation_ratio | (Σλ)²/Σλ², λ the eigenvalues of XXᵀ, the rows of X the newest k gradients; λ ≤ k·ε·max λ
-            counts as 0, ε the rounding error of their dtype | [1, k] | Number of dimensions that the gradients fill
-            evenly. 1: one direction; k: orthogonal gradients of equal norm, like isotropic noise.
+            counts as 0, ε the rounding error of their dtype | [1, k], NaN | Number of dimensions that the gradients
+            fill evenly. 1: one direction; k: orthogonal gradients of equal norm, like isotropic noise.
         participation_ratio_centred | the same of the gradients minus their mean: of their covariance; from k = 3 on
-            | [1, k − 1]
+            | [1, k − 1], NaN
             | The dimensions of the noise alone. Far above participation_ratio: the mean gradient dominates.
-        dimension_90 | the smallest m with λ₁ + … + λ_m ≥ 0.9·Σλ | 1..k
+        dimension_90 | the smallest m with λ₁ + … + λ_m ≥ 0.9·Σλ | 1..k, NaN
             | Number of directions that contain 90 % of the gradients' energy.
         subspace_share | ‖VVᵀg‖²/‖g‖², g the current gradient, V the top leading right singular vectors of the up to
-            window previous gradients; once there are top of them | [0, 1] | The share of a gradient that the earlier
-            ones predict. Near null_share: none; near 1: training moves in a tiny subspace.
+            window previous gradients; once there are top of them | [0, 1], NaN | The share of a gradient that the
+            earlier ones predict. Near null_share: none; near 1: training moves in a tiny subspace.
         null_share | subspace_dimension / n, n the number of trainable elements (projection, if that is set) | [0, 1)
             | Expected subspace_share of a gradient of random direction.
         subspace_dimension | columns of V: the smaller of top and the numerical rank of the earlier gradients | 0..top
@@ -150,7 +150,7 @@ class SubspaceGradientInfo(TrainingHook):
         if len(gram) > self.top:
             share, dimensions = held_out_share(gram, self.top, resolution)
             null = dimensions / (self._history.projection or FlatSpace(trainable(ctx.model)).size)
-            metrics |= {"subspace_share": share, "null_share": null, "subspace_dimension": dimensions}
+            metrics |= {"subspace_share": share.clamp(max=1), "null_share": null, "subspace_dimension": dimensions}
         recent = gram[-self.window :, -self.window :]
         if len(recent) < 2:
             return metrics

@@ -147,22 +147,22 @@ class Variance(TrainingHook):
             | The mean squared deviation of a step's gradient from the mean. Inversely proportional to the batch size if
             the steps are independent draws.
         mean_norm | ‖ḡ‖₂ | [0, ∞) | The part of the gradient that persists over the window.
-        signal_to_noise | ‖ḡ‖² / tr Σ̂; NaN if all gradients are zero | [0, ∞]
+        signal_to_noise | ‖ḡ‖² / tr Σ̂; NaN if all gradients are zero | [0, ∞], NaN
             | Noise alone gives about 1/W. Above 1: the steps agree; far below 1: they wander.
-        noise_corrected_signal_to_noise | (‖ḡ‖² − tr Σ̂/W) / tr Σ̂ | [−1/W, ∞]
+        noise_corrected_signal_to_noise | (‖ḡ‖² − tr Σ̂/W) / tr Σ̂ | [−1/W, ∞], NaN
             | The same without the contribution of noise to ‖ḡ‖². Around 0: no signal above the noise. Numerator and
             denominator are unbiased, but their ratio is not: for Gaussian gradients of signal-to-noise q its mean is
             (q + 1/W)·ν/(ν − 2) − 1/W, ν = (W − 1)·(tr Σ)²/tr Σ², exactly so if the noise is isotropic. The bias is
             large if the noise has one dimension and small if it has many.
         successive_variance | Σ_t ‖g_{t+1} − g_t‖² / (2(W − 1)), over the W − 1 successive pairs | [0, ∞)
             | The variance without slow drift, since drift cancels in the differences.
-        successive_ratio | successive_variance / total_variance (von Neumann's ratio / 2) | [0, 2]
+        successive_ratio | successive_variance / total_variance (von Neumann's ratio / 2) | [0, 2], NaN
             | About 1: independent draws around one mean, as assumed. Below 1: the mean drifts, and the drift is part of
             total_variance. Above 1: the gradients alternate, as in an oscillation.
         parameter_variance/<parameter> | tr Σ̂ of one parameter that had a gradient in the window | [0, ∞)
             | Shows which layers have noisy gradients. The values add up to total_variance.
         parameter_signal_to_noise/<parameter> | ‖ḡ_p‖² / tr Σ̂_p of one parameter; NaN if its gradients are all zero
-            | [0, ∞] | Shows which layers still have a signal. Noise alone gives about 1/W.
+            | [0, ∞], NaN | Shows which layers still have a signal. Noise alone gives about 1/W.
     """
 
     def __init__(self, *, window: int = 20, every: int = 200) -> None:

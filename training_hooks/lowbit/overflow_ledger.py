@@ -52,7 +52,10 @@ def readings(sums: Numbers, maxima: Numbers) -> dict[str, Numbers]:
             "gradient_to_noise_ratio": np.sqrt(of["squared_norm"] / of["squared_error"]),
             "scale_min": np.where(of["inverse_scale_max"] > 0, 1 / of["inverse_scale_max"], np.nan),
             "scale_max": np.where(of["scale_max"] > 0, of["scale_max"], np.nan),
-            "scale_spread": np.where(of["scale_max"] > 0, of["scale_max"] * of["inverse_scale_max"], np.nan),
+            # at least 1, which rounding may miss by one unit
+            "scale_spread": np.where(
+                of["scale_max"] > 0, np.maximum(of["scale_max"] * of["inverse_scale_max"], 1), np.nan
+            ),
             "upper_half_fraction": of["upper_half_elements"] / elements,
         }
 

@@ -41,7 +41,8 @@ def gradient_norm(penalty: RangePenalty, matrices: Sequence[Tensor]) -> Tensor:
 class RangePenaltyReport(TrainingHook):
     """Measure how close weights come to zero and to large values, and the share of a penalty on both in the loss.
 
-    The hook reports two means over all elements of the trained matrices, those of experts included: of w², which large
+    The hook reports two means over all elements of the trained matrices, those of experts included, but no weights of
+    convolutions: of w², which large
     weights dominate, and of (w + 1e-6)⁻², which a few weights near zero dominate. The experiment ``lowbit_lm`` can add
     λ·(α₁·mean w² + α₂·mean (w + 1e-6)⁻²) to its loss (``--reg-lambda``). It then enables this hook with the same
     factors, and the hook also reports the penalty, its share and the loss without it.

@@ -83,6 +83,7 @@ class OutputReader:
         """Start a step with its batch."""
         self._cursor = BatchCursor(batch)
         self._calls = 0
+        self._has_extra_calls = False
         self._uses_batch = bool(self._source)
         self.problem = ""
         """Why calls of the step cannot be read; empty if all were read."""
@@ -93,12 +94,14 @@ class OutputReader:
         logits, are_named = find_logits(call.output)
         if logits is None:
             self.problem = (
-                f"the output of {self._place} ({type(call.output).__name__}) has no logits, as with a fused loss, "
-                "which computes none; switch the fused loss off, or name the module whose output is the logits with "
+                f"the output of {self._place} ({_kind(call.output)}) has no logits, as with a fused loss, which "
+                "computes none, or a regression; switch the fused loss off, or name the module whose output is the "
+                "logits with "
                 f"{hook_option_text(self._hook, module='NAME')}"
             )
             return None
         taken = self._cursor.take(rows_of_call(call, len(logits)))
+        self._has_extra_calls |= taken is None
         part, window = taken if taken is not None else (None, slice(None))
         tags = _rows(entry(part, self._source), window, part) if self._source else None
         if self._source and tags is None:
@@ -147,17 +150,18 @@ class OutputReader:
                 f"{self._place} was not called in the training pass; name the module whose output is the logits with "
                 f"{hook_option_text(self._hook, module='NAME')}"
             )
-        elif not self.problem and self._uses_batch and not self._cursor.is_spent:
+        elif self._uses_batch and (self._has_extra_calls or not (self.problem or self._cursor.is_spent)):
             self.problem = (
                 f"{self._place} was called {self._calls} times in a step, which does not account for every row of the "
                 "batch once, so targets cannot be assigned to the calls; pass them to the model as an argument"
             )
 
     def report_problem(self) -> None:
-        """Issue a notice of the first problem of the run."""
-        if self.problem and not self._has_warned:
+        """Issue a notice of the first problem of the run, which may be one of another rank."""
+        if not self._has_warned:
             self._has_warned = True
-            notice(f"Hook {self._hook!r} measures nothing: {self.problem}.")
+            problem = self.problem or "another rank cannot read its outputs, and reports why"
+            notice(f"Hook {self._hook!r} measures nothing: {problem}.")
 
 
 def _rows(values: Any, window: slice, part: Any) -> Any:
@@ -169,6 +173,14 @@ def _rows(values: Any, window: slice, part: Any) -> Any:
         return values if is_whole else values[window]
     except TypeError:  # one value for the whole batch
         return values
+
+
+def _kind(output: Any) -> str:
+    return (
+        f"{type(output).__name__} of shape {tuple(output.shape)}"
+        if isinstance(output, Tensor)
+        else type(output).__name__
+    )
 
 
 def _described(labels: Any) -> str:

@@ -160,10 +160,10 @@ class TokenLoss(TrainingHook):
     name = "token_loss"
     hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_BACKWARD})
     metrics = """
-        mean | Σ ℓ / n over the n tokens with a target, ℓ = −ln p(target) | [0, ∞)
+        mean | Σ ℓ / n over the n tokens with a target, ℓ = −ln p(target) | [0, ∞), NaN
             | The training loss, if that is the mean cross-entropy of these tokens.
         tokens | n | 0, 1, 2, … | Falls: more padding, or more ignored tokens.
-        unexplained | loss of the step − mean | (−∞, ∞)
+        unexplained | loss of the step − mean | (−∞, ∞), NaN
             | 0 up to rounding: the training minimises the mean above. Otherwise there are further terms (z-loss,
             balance loss, label smoothing, class weights), micro-batches with different numbers of tokens have equal
             weights, the sum is divided by another number (Hugging Face's Trainer: by all labels, including the first
@@ -266,6 +266,9 @@ class TokenLoss(TrainingHook):
             for (family, (_, names)), part in zip(groups.items(), values, strict=False)
         }
         mean = families.pop("all").get("mean", math.nan)
+        if math.isnan(mean) and not values[0][1]:
+            self._reader.problem = f"no token of step {ctx.step:,} has a target, since all are ignored or no class"
+            self._reader.report_problem()
         metrics: dict[str, Any] = {"mean": mean, "tokens": int(values[0][1])}
         if ctx.loss is not None:
             metrics["unexplained"] = float(step_loss) - mean

@@ -37,7 +37,7 @@ class BatchRows(DebugInterventionHook):
             | A few far above the others: outliers, or wrong targets. All high: the previous step was too large.
         gradient_norm | ‖∇L_i‖₂, for each row | [0, ∞)
             | Large at an ordinary loss: the row pulls in another direction.
-        largest_loss_share | max L_i / Σ L_i | [0, 1]
+        largest_loss_share | max L_i / Σ L_i | [0, 1], NaN
             | 1/B for B rows of equal loss (if losses are positive). Near 1: one row causes almost all of the loss.
     """
 

@@ -46,7 +46,7 @@ class Phases(TrainingHook):
         generalisation_gap | train_acc − val_acc of the evaluation | [−1, 1]
             | Wide after memorisation, about 0 once the model generalises.
         weight_norm | ‖θ‖₂ over all trainable parameters | [0, ∞) | Falls during clean-up.
-        norm_drop | 1 − ‖θ‖₂ / max ‖θ‖₂ over the evaluations up to now | [0, 1)
+        norm_drop | 1 − ‖θ‖₂ / max ‖θ‖₂ over the evaluations up to now | [0, 1), NaN
             | 0: the weights still grow. Clean-up needs at least the option norm_drop.
         memorised_epoch | the first epoch with train_acc ≥ memorised | 0, 1, 2, ...
             | End of memorisation and start of circuit formation; omitted until then.

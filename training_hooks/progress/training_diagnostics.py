@@ -51,7 +51,7 @@ LOSS = """
         Above that: the loss alternates.
 """
 AUTOCORRELATION = """
-    loss_autocorrelation_lag_{lag} | Σ_t (L_t − L̄)(L_{{t+{lag}}} − L̄) / Σ_t (L_t − L̄)² over the window | [−1, 1]
+    loss_autocorrelation_lag_{lag} | Σ_t (L_t − L̄)(L_{{t+{lag}}} − L̄) / Σ_t (L_t − L̄)² over the window | [−1, 1], NaN
         | Within ±2/√n: no memory. Positive: a trend or slow waves. Negative at lag 1: steps overshoot and return. NaN:
         all losses are equal.
 """
@@ -59,7 +59,7 @@ GRADIENTS_AND_UPDATES = """
     grad_norm_mean | mean of ‖g‖₂ over the window, g all gradients of a step before any clipping, without the steps that
         a loss scaler skips | [0, ∞)
         | Compare with the clipping threshold: far above it, nearly every step is clipped.
-    grad_norm_variation | population standard deviation of ‖g‖₂ / its mean, over the window | [0, √(n − 1)]
+    grad_norm_variation | population standard deviation of ‖g‖₂ / its mean, over the window | [0, √(n − 1)], NaN
         | The coefficient of variation. Above about 1: a few steps have most of the gradient. NaN: no gradient.
     update_ratio | ‖θ_after − θ_before‖₂ / (‖θ_before‖₂ + 1e-12) around optimizer.step(), all trainable parameters
         | [0, ∞) | Proportional to the learning rate. At its highest value about 1e-3 is usual for Adam and SGD, 1e-2

@@ -251,18 +251,18 @@ def split_into_pieces(parameters: Mapping[str, Tensor]) -> list[list[str]]:
 MOMENTS = """
     first_moment_norm | ‖m̂‖₂ | [0, ∞) | The gradient that persists over about 1/(1−β₁) steps.
     second_moment_norm | ‖√v̂‖₂ | [0, ∞) | The root mean square gradient of about the last 1/(1−β₂) steps.
-    moment_ratio | ‖m̂‖₂ / ‖√v̂‖₂ | [0, ∞) | Near 1: gradients agree from step to step (always so at the first step).
-        Near √((1−β₁)/(1+β₁)), 0.23 at β₁ = 0.9: they are noise. Above 1: the gradients have just grown.
+    moment_ratio | ‖m̂‖₂ / ‖√v̂‖₂ | [0, ∞), NaN | Near 1: gradients agree from step to step (always so at the first
+        step). Near √((1−β₁)/(1+β₁)), 0.23 at β₁ = 0.9: they are noise. Above 1: the gradients have just grown.
     update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the step, including weight decay.
-    update_gradient_cosine | cos(Δθ, −g) | [−1, 1]
+    update_gradient_cosine | cos(Δθ, −g) | [−1, 1], NaN
         | Positive: the step goes downhill on this batch. Small: preconditioning and momentum turn the step away from
         the negative gradient.
-    moment_gradient_cosine | cos(m̂, g) | [−1, 1]
+    moment_gradient_cosine | cos(m̂, g) | [−1, 1], NaN
         | Agreement of this batch with the average over this and earlier batches.
     below_eps_fraction | elements with √v̂ < ε / all elements | [0, 1]
         | For these elements ε determines the size of the step, and Adam acts like SGD with momentum at learning rate
         η/ε. High: embedding rows that do not occur, dead units, or an ε that is too large.
-    decay_share | ‖ηλθ₋‖₂ / (‖ηλθ₋‖₂ + ‖η·m̂/(√v̂+ε)‖₂), over groups with decoupled decay in the numerator | [0, 1]
+    decay_share | ‖ηλθ₋‖₂ / (‖ηλθ₋‖₂ + ‖η·m̂/(√v̂+ε)‖₂), over groups with decoupled decay in the numerator | [0, 1], NaN
         | Above 1/2: weight decay moves the weights more than the gradient does. Omitted without decoupled decay.
     coupled_decay_share | ‖λθ₋‖₂ / (‖λθ₋‖₂ + ‖g‖₂), over groups with Adam(weight_decay=λ) in the first norms | [0, 1]
         | The share of weight decay in the input of the moments. Omitted without coupled decay.
@@ -272,9 +272,9 @@ RATE = """
         p90/p10 is the spread of the preconditioner; SGD with momentum has 1.
 """
 SOLUTION = """
-    update_solution_cosine | cos(Δθ, d), d = θ_ref − θ₋ | [−1, 1]
+    update_solution_cosine | cos(Δθ, d), d = θ_ref − θ₋ | [−1, 1], NaN
         | Only with a reference solution. Positive: the step goes towards it.
-    gradient_solution_cosine | cos(−g, d) | [−1, 1]
+    gradient_solution_cosine | cos(−g, d) | [−1, 1], NaN
         | Positive: plain gradient descent would go towards it. Below update_solution_cosine: the direction of Adam is
         better.
     solution_gain | Δθ·d / ‖d‖² | (−∞, ∞) | The share of the distance to the reference that the step covers; its inverse

@@ -77,8 +77,8 @@ class MatrixUpdates(InterventionHook):
 
     Measures step 1 and then every ``interval`` steps, a fixed sample of the matrices that is spread evenly over the
     model, and those in ``names``. Matrices are the weights of linear and recurrent layers, of convolutions, unfolded to
-    (out, in·kernel), and of experts: a three-dimensional parameter has one matrix per expert, ``PARAMETER.INDEX``.
-    Embeddings that no layer multiplies by are left out.
+    (out, in·kernel), of transposed ones, unfolded to (out·kernel, in), and of experts: a three-dimensional parameter
+    has one matrix per expert, ``PARAMETER.INDEX``. Embeddings that no layer multiplies by are left out.
 
     Assumes that a parameter is stored as (out, in), except in ``Conv1D``, transposed convolutions and experts whose
     module says ``is_transposed``. Several matrices in one parameter, as in a fused query-key-value projection, count as
@@ -100,13 +100,13 @@ class MatrixUpdates(InterventionHook):
         update_norm/<parameter> | σ₁(ΔW) = ‖ΔW‖₂ | [0, ∞)
             | The most that the step changes the output for an input of norm 1. Under Muon about the learning rate times
             its factor for the shape. Here and below NaN: an element is not finite.
-        update_stable_rank/<parameter> | ‖ΔW‖_F²/σ₁(ΔW)² = Σσ²/σ₁² | [1, min(out, in)]
+        update_stable_rank/<parameter> | ‖ΔW‖_F²/σ₁(ΔW)² = Σσ²/σ₁² | [1, min(out, in)], NaN
             | The number of directions that the step changes as much as the strongest. Near 1: the gradient of one
             direction dominates, as of few tokens or a common mean of the inputs. NaN: the matrix does not move.
-        update_entropy/<parameter> | −Σ p ln p / ln min(out, in), p = σ/Σσ over all singular values of ΔW | [0, 1]
+        update_entropy/<parameter> | −Σ p ln p / ln min(out, in), p = σ/Σσ over all singular values of ΔW | [0, 1], NaN
             | Near 1 under Muon and Shampoo, whose steps are nearly orthogonal; lower under Adam and SGD. A fall: the
             updates collapse to few directions. NaN: the matrix does not move.
-        relative_update/<parameter> | σ₁(ΔW)/σ₁(W₋) | [0, ∞]
+        relative_update/<parameter> | σ₁(ΔW)/σ₁(W₋) | [0, ∞], NaN
             | Compare the layers: a layer far above the others changes its function most in a step. It follows the
             schedule of the learning rate. ∞: the matrix was zero, like a factor of LoRA at first; NaN: it still is.
         scaled_update/<parameter> | σ₁(ΔW)/√(out/in) | [0, ∞)
@@ -115,15 +115,15 @@ class MatrixUpdates(InterventionHook):
         scaled_weight/<parameter> | σ₁(W₋)/√(out/in) | [0, ∞)
             | Of order 1, from initialisation on. Growing throughout: the weights lack decay.
         momentum_gradient_cosine/<parameter> | cos(m, g), m the optimizer's momentum after the step, g the gradient that
-            it received | [−1, 1]
+            it received | [−1, 1], NaN
             | 1 at the first step. Later √(1−β₁²), 0.44 at β₁ = 0.9, if the gradients are pure noise; more: they agree
             from step to step; near 0 or negative: they point back, as in oscillations. Omitted without momentum; NaN:
             one of both is zero.
-        update_entropy_mean | mean over the measured matrices that moved of update_entropy | [0, 1]
+        update_entropy_mean | mean over the measured matrices that moved of update_entropy | [0, 1], NaN
             | As update_entropy.
         relative_update_max | max over the measured matrices of relative_update | [0, ∞]
             | The layer that changes most; a sudden rise: instability.
-        scaled_update_spread | max / min over the measured matrices that moved of scaled_update | [1, ∞]
+        scaled_update_spread | max / min over the measured matrices that moved of scaled_update | [1, ∞], NaN
             | Near 1: all layers learn at the same speed. Far above 10: the learning rates do not fit the shapes. NaN:
             no matrix moved.
     """

@@ -102,24 +102,24 @@ class OptimizerHealth(InterventionHook):
     mutates = False
     metrics = """
         gradient_rms_median | median over the parameters of gradient_rms; of an even count the mean of the middle two
-            | [0, ∞) | Near 1: typical second moments are up to date. Exactly 1 at the first step of Adam, below 1 while
-            gradients shrink.
+            | [0, ∞) | Near 1: typical second moments are up to date. Exactly 1 at the first step of Adam, below 1
+            while gradients shrink.
         gradient_rms_max | max over the parameters of gradient_rms | [0, ∞)
             | Above about 2.3 (the threshold of arXiv 2304.13013): a parameter gets much larger gradients than its
             second moment knows. If it happens often: lower β₂ or the learning rate, or clip. Rare rows of an embedding
             raise it without harm.
-        below_eps_fraction | elements with v̂ < ε² / all elements, over the parameters with an ε | [0, 1]
-            | For these elements ε determines the step, so the optimizer acts like SGD. High in embeddings with rows
-            that do not occur; elsewhere, or rising: gradients become too small for ε, reduce it.
+        below_eps_fraction | elements with v̂ < ε² (Adadelta: v̂ < ε) / all elements, over the parameters with an ε
+            | [0, 1] | For these elements ε determines the step, so the optimizer acts like SGD. High in embeddings with
+            rows that do not occur; elsewhere, or rising: gradients become too small for ε, reduce it.
         update_per_lr_median | median over the parameters of update_per_lr | [0, ∞]
             | 0.1 to 1 under Adam-type optimizers; it does not depend on the schedule of the learning rate.
         update_per_lr_max | max over the parameters of update_per_lr | [0, ∞]
             | Above about 1 under Adam: the update exceeds what the learning rate implies, in a spike of gradient_rms or
             through large weight decay.
-        gradient_rms/<parameter> | √(mean over elements of g²/max(v̂, ε²)) | [0, ∞)
+        gradient_rms/<parameter> | √(mean over elements of g²/max(v̂, ε²)), Adadelta: g²/max(v̂, ε) | [0, ∞)
             | About 1, less in embeddings with rare tokens. Names the parameter in which a spike starts. Under Adam
             at most √((1−β₂ᵗ)/(1−β₂)), except for rounding.
-        below_eps/<parameter> | elements with v̂ < ε² / elements of the parameter | [0, 1]
+        below_eps/<parameter> | elements with v̂ < ε² (Adadelta: v̂ < ε) / elements of the parameter | [0, 1]
             | 1: the complete parameter gets steps of SGD.
         update_per_lr/<parameter> | RMS(Δθ)/η, η the learning rate of the step, under Adafactor min(η, 1/√t)·max(ε₂,
             RMS(θ₋)); without groups of learning rate 0 or unknown | [0, ∞]

@@ -43,7 +43,7 @@ class ParameterDelta(TrainingHook):
     metrics = """
         total_delta | ‖Δ‖₂ over all trained parameters, Δ = θ − θ', θ' those one epoch before (step loop: one SNAPSHOT)
             | [0, ∞) | The net movement. Far below the sum of the steps (path_length): the steps cancel.
-        total_relative_delta | ‖Δ‖₂ / ‖θ'‖₂ | [0, ∞]
+        total_relative_delta | ‖Δ‖₂ / ‖θ'‖₂ | [0, ∞], NaN
             | Movement relative to the weights; near 0: training has settled or the learning rate has run out.
         max_abs_delta | max |Δᵢ| over all elements | [0, ∞)
             | Near total_delta: a single element moves. Under Adam at most about the sum of the learning rates while
@@ -52,7 +52,7 @@ class ParameterDelta(TrainingHook):
         changed_fraction | elements with Δᵢ ≠ 0 / all elements | [0, 1] | Below 1: rows of tokens that never occur,
             parameters without gradient, or updates rounded away in low precision.
         delta/<parameter> | ‖Δ_p‖₂ of one parameter | [0, ∞) | Shows which layers move. 0: no movement.
-        relative_delta/<parameter> | ‖Δ_p‖₂ / ‖θ'_p‖₂ of one parameter | [0, ∞]
+        relative_delta/<parameter> | ‖Δ_p‖₂ / ‖θ'_p‖₂ of one parameter | [0, ∞], NaN
             | Comparable between layers. ∞: the parameter was all zero before, like initial biases; NaN: it still is.
         max_abs/<parameter> | max |Δᵢ| over the parameter's elements | [0, ∞) | Shows the layer of an outlier.
     """

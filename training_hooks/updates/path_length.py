@@ -54,7 +54,7 @@ class PathLength(TrainingHook):
             | The distance that the parameters have travelled, including detours.
         displacement | ‖θ_t − θ_0‖₂, θ_0 the parameters as the strategy began | [0, path_length]
             | The distance from the start. Small relative to ‖θ_0‖: the lazy regime.
-        efficiency | displacement / path_length; NaN before anything has moved | [0, 1] | 1: a straight line; n
+        efficiency | displacement / path_length; NaN before anything has moved | [0, 1], NaN | 1: a straight line; n
             independent legs of equal length give 1/√n. Falling while the path grows: wandering or oscillating.
         steps | the optimizer steps on the path, without those that a loss scaler skipped | 1, 2, …
             | n = steps / every, for 1/√n.
@@ -62,7 +62,7 @@ class PathLength(TrainingHook):
             | [0, ∞) | Follows the learning rate. Rising at a constant learning rate: the steps grow.
         interval_displacement | ‖θ_t − θ at the interval's beginning‖₂ | [0, interval_path]
             | The net movement of the interval.
-        interval_efficiency | interval_displacement / interval_path; NaN if nothing moved | [0, 1]
+        interval_efficiency | interval_displacement / interval_path; NaN if nothing moved | [0, 1], NaN
             | Near 1: the legs agree; near 1/√(legs of the interval): they are noise.
         path_per_step | interval_path / steps of the interval | [0, ∞)
             | With every = 1 the mean length of a step; less with longer legs, since steps within a leg partly cancel.

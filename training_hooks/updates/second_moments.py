@@ -116,5 +116,6 @@ def _factored(state: Mapping[str, Any], parameter: Tensor) -> Tensor | None:
     if shape != parameter.shape:
         return None
     rows, columns = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (rows, columns))
-    # The mean first, since the product of two small numbers may underflow.
-    return _local(rows / rows.mean(dim=-2, keepdim=True) * columns, parameter)
+    # The mean first, since the product of two small numbers may underflow. Rows of zeros give zero, not 0/0.
+    means = rows.mean(dim=-2, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+    return _local(rows / means * columns, parameter)

@@ -92,22 +92,22 @@ class WeightTracking(TrainingHook):
         spectral_norm/<parameter> | ‖W‖₂ = σ₁ (SNAPSHOT) | [0, ∞)
             | The largest factor by which the matrix stretches a vector. NaN here and below: an element is not finite.
         effective_rank/<parameter> | exp(−Σ p ln p), p = σ/Σσ over all singular values (Roy and Vetterli 2007; SNAPSHOT)
-            | [1, n], n = min(rows, columns) | The number of equally strong directions with this entropy. Falls
+            | [1, n], n = min(rows, columns), NaN | The number of equally strong directions with this entropy. Falls
             as structure replaces noise. NaN: the matrix is zero.
-        stable_rank/<parameter> | ‖W‖_F²/‖W‖₂² = Σσ²/σ₁² (SNAPSHOT) | [1, n]
+        stable_rank/<parameter> | ‖W‖_F²/‖W‖₂² = Σσ²/σ₁² (SNAPSHOT) | [1, n], NaN
             | The number of directions as strong as the strongest. Unlike the effective rank insensitive to small
             singular values.
         edge_excess/<parameter> | (σ₁²/s² − μ)/τ, s² = ‖W‖_F²/(rows·columns), μ = (√q + √p)², τ = (√q + √p)·(1/√q +
-            1/√p)^(1/3), p the smaller dimension, q the larger one less 1 (Johnstone 2001; SNAPSHOT) | (−∞, ∞)
+            1/√p)^(1/3), p the smaller dimension, q the larger one less 1 (Johnstone 2001; SNAPSHOT) | (−∞, ∞), NaN
             | How far σ₁ is above that of a random matrix of the same size and norm. For Gaussian or uniform independent
             entries the mean is −1 to −2, the standard deviation about 1, and at most 1 of 80 exceeds 2.0. Far above:
             one direction is stronger than chance makes it, by training or by the initialisation. Far below: singular
             values that are more alike than by chance, as after an orthogonal initialisation. NaN: the matrix is zero,
             or a single row or column.
         mean_spectral_norm | mean over the matrices of ‖W‖₂ (SNAPSHOT) | [0, ∞) | Shows whether the matrices grow.
-        mean_effective_rank | mean over the matrices, NaNs left out, of effective_rank (SNAPSHOT) | [1, ∞)
+        mean_effective_rank | mean over the matrices, NaNs left out, of effective_rank (SNAPSHOT) | [1, ∞), NaN
             | Falls as the model as a whole becomes simpler.
-        mean_stable_rank | mean over the matrices, NaNs left out, of stable_rank (SNAPSHOT) | [1, ∞)
+        mean_stable_rank | mean over the matrices, NaNs left out, of stable_rank (SNAPSHOT) | [1, ∞), NaN
             | Falls as a few directions come to dominate the model as a whole.
     """
 

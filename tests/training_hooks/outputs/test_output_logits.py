@@ -179,7 +179,7 @@ def test_regression_is_not_measured():
 def test_calls_beyond_the_batch_are_not_measured():
     """The model is called twice with the same rows, so the second call has no rows left."""
     model, _, batch = case("lstm")
-    with pytest.warns(RunNotice, match="no known targets"):
+    with pytest.warns(RunNotice, match="called 2 times in a step, which does not account for every row"):
         metrics, _ = trained(
             model,
             [OutputLogits(interval=1)],

@@ -115,6 +115,27 @@ def test_weighted_labels_leave_the_difference():
     assert found[1]["unexplained"] == pytest.approx(expected.item(), rel=1e-3)
 
 
+# Steps without a measurement
+
+
+def test_targets_that_are_all_ignored_are_reported():
+    model, _, (tokens, targets) = case("lstm")
+    batch = (tokens, torch.full_like(targets, -100))
+    with pytest.warns(RunNotice, match="no token of step 1 has a target, since all are ignored"):
+        found, _ = trained(model, [TokenLoss(interval=1)], lambda model, batch: model(batch[0]).sum() * 0, batch)
+    assert found[1]["tokens"] == 0
+    assert math.isnan(found[1]["mean"])
+
+
+def test_models_that_are_called_twice_are_reported():
+    model, loss, batch = case("lstm")
+    with pytest.warns(RunNotice, match="was called 2 times in a step, which does not account for every row"):
+        found, _ = trained(
+            model, [TokenLoss(interval=1)], lambda model, batch: loss(model, batch) + loss(model, batch), batch
+        )
+    assert found[1] == {}
+
+
 # Groups
 
 
