@@ -51,3 +51,9 @@ def test_every_module_that_a_page_names_exists(page: Path) -> None:
     for name in re.findall(r"`([\w/]+\.py)`", prose(page)):
         places = [ROOT / name, ROOT / "framework" / name]
         assert name in saved_by_the_reader or any(path.is_file() for path in places), name
+
+
+@EVERY
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    for name, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", prose(page)):
+        assert f"def {test}(" in (ROOT / name).read_text(encoding="utf-8"), test

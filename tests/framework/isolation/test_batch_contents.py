@@ -2,6 +2,7 @@
 
 from collections import UserDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,3 +94,26 @@ def test_written_array_of_texts_needs_an_audit() -> None:
 def test_reading_any_batch_is_allowed() -> None:
     for make, _ in (*CHANGES.values(), *ELEMENTS.values(), TEXTS):
         observed(make, str, 3)
+
+
+def nested(depth: int) -> list[Any]:
+    """Return a batch whose list of a number is within this number of containers."""
+    content: Any = [1.0]
+    for _ in range(depth):
+        content = [content]
+    return [torch.ones(2), content]
+
+
+def write(batch: Any) -> None:
+    """Change the innermost number."""
+    content = batch[1]
+    while isinstance(content[0], list):
+        content = content[0]
+    content[0] = 2.0
+
+
+@pytest.mark.parametrize(("depth", "detected"), [(7, True), (8, False)])
+def test_depth_of_detected_contents_is_limited(depth: int, detected: bool) -> None:
+    """Contents below eight containers are documented as a limit."""
+    with pytest.raises(StateMutationError, match="'spy' at PRE_STEP") if detected else nullcontext():
+        observed(lambda: nested(depth), write, 1)
