@@ -69,12 +69,12 @@ def size(sentence: str) -> float:
 
 
 def test_bytes_of_an_epoch_are_stated(tmp_path: Path) -> None:
-    sizes = [trained(tmp_path / str(epochs), epochs, 10)["run.jsonl"] for epochs in (5, 25)]
+    sizes = [trained(tmp_path / str(epochs), epochs, 10, hooks=[])["run.jsonl"] for epochs in (5, 25)]
     assert (sizes[1] - sizes[0]) / 20 == pytest.approx(size(r"about (\d+) bytes per epoch"), rel=0.1)
 
 
 def test_files_of_a_run_without_hooks_are_stated(tmp_path: Path) -> None:
-    sizes = trained(tmp_path, 1, 10, sinks=[])
+    sizes = trained(tmp_path, 1, 10, hooks=[], sinks=[])
     assert sorted(sizes) == ["experiment_config.json", "files.json", "summary.json"]
     assert sum(sizes.values()) / 1000 == pytest.approx(size(r"together (\d+) kB"), rel=0.2)
 

@@ -354,6 +354,7 @@ def test_options_that_a_hook_refuses_are_refused(tmp_path) -> None:
 @pytest.mark.parametrize("reports", [True, False])
 @pytest.mark.parametrize("where", ["compute", "load_state_dict"])
 def test_a_failure_after_an_interruption_drops_the_hook(tmp_path, where: str, reports: bool) -> None:
+    """A hook of a group that fails in the resumed run is left out, whether it had reported or not."""
     earlier = late("nowhere")
     if not reports:
         earlier.compute = lambda self, ctx: {}

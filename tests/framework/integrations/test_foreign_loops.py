@@ -66,6 +66,7 @@ def weights(net: nn.Module) -> Tensor:
     "group", [pytest.param(name, marks=slow_unless(name == "health")) for name in ("minimal", "health", "full")]
 )
 def test_groups_never_end_a_bare_loop(tmp_path: Path, group: str, steps: Callable[..., None]) -> None:
+    """The weights of a loop without further calls are those without hooks, and a note names the missing call."""
     bare, ours = build(), build()
     steps(*bare)
     with loopscope.attach(*ours, with_hooks=group, loss=loss_of, out=tmp_path / "run", display="none"):

@@ -54,6 +54,7 @@ def train(folder: Path | None, **options: Any) -> Tensor:
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("group", ["minimal", "health"])
 def test_hooks_leave_the_numbers_of_a_thread(tmp_path: Path, group: str) -> None:
+    """The weights equal those without hooks while a thread draws random numbers."""
     assert torch.equal(train(None), train(tmp_path / "run", with_hooks=group))
 
 
@@ -88,6 +89,7 @@ def train_alone(seed: int, folder: Path | None) -> Tensor:
 
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 def test_trainings_in_two_threads_are_independent(tmp_path: Path) -> None:
+    """Two trainings with hooks, in two threads, have the weights of those without hooks."""
     with ThreadPoolExecutor(2) as pool:
         bare, ours = (list(pool.map(partial(train_alone, folder=place), (1, 2))) for place in (None, tmp_path))
     assert all(map(torch.equal, bare, ours))
