@@ -340,9 +340,10 @@ def _frozen_untrained(model: nn.Module) -> dict[str, Any]:
     """Return the frozen layers whose values are those of an initialisation, and the number of all frozen layers.
 
     torch draws the weights of its layers uniformly around 0: their largest magnitude is √3 times the root mean square,
-    which no training keeps.
+    which no training keeps. A copy of a trained layer, such as a momentum encoder, is not untrained.
     """
     layers = 0
+    trained = [item for item in model.parameters() if item.requires_grad and _is_readable(item)]
     untrained = []
     for name, module in model.named_modules():
         weight = _weight(module)
@@ -354,7 +355,7 @@ def _frozen_untrained(model: nn.Module) -> dict[str, Any]:
         layers += 1
         peak = float(values.abs().max() / values.float().square().mean().sqrt().clamp(min=1e-30))
         is_centred = abs(float(values.float().mean())) * values.numel() ** 0.5 < 4 * float(values.float().std())
-        if is_centred and 0.95 * UNIFORM_PEAK < peak < 1.05 * UNIFORM_PEAK:
+        if is_centred and 0.95 * UNIFORM_PEAK < peak < 1.05 * UNIFORM_PEAK and not _copies([weight], trained):
             untrained.append(name)
     return _names(untrained) | {"layers": layers}
 

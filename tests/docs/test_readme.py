@@ -30,11 +30,26 @@ def test_program_of_the_readme_prints_its_sample(tmp_path: Path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("default")  # a user's filters; those of the tests turn alerts into errors
-        exec(compile(program, "vanishing.py", "exec"), {})
+        exec(compile(program, "tiny_gpt.py", "exec"), {})
     printed = masked(capsys.readouterr().out)
-    alert, ended = (masked(part) for part in "\n".join(sample(README)).split("\nrun_0: ", 1))
-    assert alert in printed
-    assert masked(f"run_0: {ended}") in printed
+    assert masked("\n".join(sample(README))) in printed
+    assert printed.count("causal-mask-missing") == 2  # at once, and at the end
+
+
+def test_costs_of_the_readme_are_measured() -> None:
+    """The page of benchmarks has the share of a step and of the memory."""
+    rows = [
+        line for line in (ROOT / "docs/benchmarks.md").read_text("utf-8").splitlines() if "GPT of 4 x 512, " in line
+    ]
+    texts = {
+        name: next(line for line in rows if line.startswith(f"| health, {name} "))
+        for name in ("own CPU time", "peak memory")
+    }
+    shares = [round(100 * (float(re.search(r"(\d\.\d+) ×", text)[1]) - 1)) for text in texts.values()]
+    step, memory = map(
+        int, re.search(r"cost\s+(\d+) % of a step .* and (\d+) %\s+of its memory", README.read_text("utf-8")).groups()
+    )
+    assert [step, memory] == shares
 
 
 def test_readme_fits_on_one_screen() -> None:

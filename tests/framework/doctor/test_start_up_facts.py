@@ -1,5 +1,7 @@
 """Start-up facts about parameters that a model does not register."""
 
+import copy
+
 import pytest
 import torch
 from loopscope.doctor import diagnose
@@ -131,3 +133,12 @@ def test_largest_momentum_of_batch_normalisations(momentum: float) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=momentum), nn.BatchNorm1d(2, momentum=None))
     facts = start_facts(model, [torch.optim.SGD(model.parameters(), 0.1)])
     assert facts["largest_batchnorm_momentum"] == momentum
+
+
+def test_momentum_encoders_are_no_untrained_layers() -> None:
+    """A frozen copy of a trained layer is one; another frozen layer with fresh weights is not."""
+    trained = nn.Linear(16, 16)
+    copied, fresh = copy.deepcopy(trained).requires_grad_(False), nn.Linear(16, 16).requires_grad_(False)
+    model = nn.ModuleList([trained, copied, fresh])
+    facts = start_facts(model, [torch.optim.SGD(trained.parameters(), lr=0.1)])
+    assert facts["frozen_untrained"] == {"count": 1, "names": ["2"], "layers": 2}

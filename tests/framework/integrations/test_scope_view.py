@@ -62,5 +62,5 @@ def test_scope_shows_progress_and_findings(tmp_path: Path) -> None:
             scope.backward(model(batch).sum())
             optimizer.step()
     lines = shown(scope.__rich__(), 200)
-    assert lines[0] == f"closed, epoch 0, step 2 of 4 (50%): {scope.folder}"
+    assert lines[0] == f"closed, step 2 of 4 (50%): {scope.folder}"
     assert any("parameters-without-optimizer, before the first step" in line for line in lines)
