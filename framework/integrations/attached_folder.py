@@ -99,7 +99,7 @@ def _begins_with(path: Path, position: Mapping[str, Any]) -> bool:
     """Return whether a file begins with the content that it had at a checkpoint."""
     try:
         with path.open("rb") as file:
-            return xxhash.xxh3_128_hexdigest(file.read(int(position["size"]))) == position["xxh3_128"]
+            return xxhash.xxh3_128_hexdigest(file.read(int(position["size"]))) == str(position["xxh3_128"])
     except OSError:
         return False
 

@@ -74,4 +74,4 @@ def in_bytes(tensor: Tensor, kind: torch.dtype = torch.uint8) -> Tensor:
 
 def is_shared_memory(tensor: Tensor) -> bool:
     """Return whether a tensor on the CPU is in memory that other processes may write to."""
-    return type(tensor) in PLAIN and tensor.device.type == "cpu" and bool(tensor.is_shared())
+    return type(tensor) in PLAIN and tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
