@@ -219,9 +219,10 @@ def _replay(words: Sequence[str]) -> None:
         require(option == sinks[target].option, f"--{option} does not apply to --to {target}.")
     sinks[target].check_installed()
     folders = run_folders(Path(runs[0]), "replay")
+    sends = [sinks[target].replay(folder, **given) for folder in folders]
     for folder in folders:
         warn_of_changes(folder)
-    for send in [sinks[target].replay(folder, **given) for folder in folders]:
+    for send in sends:
         write_line(send())
 
 

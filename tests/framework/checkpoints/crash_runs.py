@@ -211,6 +211,10 @@ class Outcome:
         return [name for a, b in pairs for name in {**a, **b} if a.get(name, "nothing") != b.get(name, "nothing")]
 
 
+OWN_TIMES = ("run.lock", "files.json")
+"""Files with the times of a run; the manifest has those of the other files, and digests of a summary with times."""
+
+
 def outcome(folder: Path) -> Outcome:
     """Read everything below ``folder`` that two equal runs have in common.
 
@@ -230,7 +234,7 @@ def outcome(folder: Path) -> Outcome:
                 result.values |= dict(leaves(open_checkpoint(path).content(), name))
             elif path.suffix:
                 result.files[name] = b"left by a crash"
-        elif path.parent.parent.name != "checkpoints" and path.is_file() and path.name != "run.lock":
+        elif path.parent.parent.name != "checkpoints" and path.is_file() and path.name not in OWN_TIMES:
             result.files[name] = path.read_bytes()
     return result
 

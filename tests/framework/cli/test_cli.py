@@ -257,7 +257,7 @@ def test_run_uses_requested_options_hooks_and_sinks(tmp_path: Path, capfd) -> No
     assert set(summary["hook_profile"]) == {"training_metrics", "norms", "hessian"}
     assert {path.name for path in folder.iterdir()} == {
         *("experiment_config.json", "summary.json", "plain_final.pt", "plain.csv", "plain.jsonl", "alerts.jsonl"),
-        "digests.jsonl",
+        *("digests.jsonl", "files.json"),
     }
 
 

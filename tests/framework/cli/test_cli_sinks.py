@@ -112,4 +112,5 @@ def test_overwriting_removes_files_of_sinks(tmp_path):
     folder = tmp_path / "small/plain"
     (folder / "wandb").mkdir()
     assert main([*words, "--no-hook-jsonl"]) == 0
-    assert {path.name for path in folder.iterdir()} == {"experiment_config.json", "summary.json", "plain_final.pt"}
+    left = {"experiment_config.json", "summary.json", "plain_final.pt", "files.json"}
+    assert {path.name for path in folder.iterdir()} == left

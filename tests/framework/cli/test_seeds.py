@@ -61,14 +61,14 @@ def test_python_run_options_accept_seeds(tmp_path: Path) -> None:
 
 
 def test_summary_compares_strategies_across_seeds(tmp_path: Path, capsys) -> None:
-    """The final table shows mean and standard deviation, the result folders and the plot command."""
+    """The final table shows mean and standard deviation; the result folders and the next command follow."""
     run(tmp_path, "--strategy", "plain", "clipped", "--seed", "0", "1", "2")
     output = capsys.readouterr().out
     assert "plain seed-1: stopped at the limit after 2 epochs" in output
     table = output[output.index("seeds") :]
     assert table.count(" ± ") >= 4
     assert f"Results: {tmp_path}/small/ with plain seed-0, clipped seed-0, plain seed-1, " in table
-    assert f"loopscope plot {tmp_path}/small --metrics" in table
+    assert f"Next: loopscope show {tmp_path}/small/plain/seed-0" in table
 
 
 def summary(strategy: str, seed: int, loss: float, folder: str = "output/e") -> dict:

@@ -6,7 +6,8 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from loopscope.data.generators import dataset_generators, restorer, seed, undisturbed
+from loopscope.data.generators import dataset_generators, restorer, undisturbed
+from loopscope.state.private_generators import seed_generator
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 KINDS = {
@@ -26,11 +27,11 @@ KINDS = {
 def test_seeding_is_independent_of_earlier_draws(make, draw, number):
     one, other = make(), make()
     draw(other)
-    seed(one, number)
-    seed(other, number)
+    seed_generator(one, number)
+    seed_generator(other, number)
     drawn = draw(one)
     assert drawn == draw(other)
-    seed(one, 7)
+    seed_generator(one, 7)
     assert draw(one) != drawn
 
 
@@ -43,7 +44,7 @@ def test_generator_is_restored_after_an_error(make, draw):
     expected = draw(generator)
     restore()
     with suppress(KeyError), undisturbed([generator]):
-        seed(generator, 3)
+        seed_generator(generator, 3)
         raise KeyError
     assert draw(generator) == expected
 
