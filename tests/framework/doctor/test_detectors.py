@@ -849,7 +849,7 @@ def test_optimizers_in_backward_leave_no_gradient(moved: int, expected: list[str
 
 
 def test_outputs_of_critics_follow_growing_returns() -> None:
-    history = checked(output_variation=[1e-6] * 8, term_loss=[1.0] * 8, constant_loss=[1.0] * 8)
+    history = checked(output_variation=[1e-7] * 8, term_loss=[1.0] * 8, constant_loss=[1.0] * 8)
     assert "outputs-ignore-inputs" in ids(history)
     for name in ("low", "high"):
         history.add(400, {f"training_checks/target_{name}": Series([1, 51, 101], [1.0, 3.0, 9.0])})
