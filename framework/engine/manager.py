@@ -397,9 +397,10 @@ class HookManager:
 
     def _leave_out_separate_taps(self, where: str) -> None:
         """Leave out the hooks whose taps need a separate pass, if the loss is unknown."""
-        if self.taps.hooks_with_separate_pass and (missing := self._lacks.get("needs_loss")):
+        names = self.taps.hooks_with_separate_pass & {hook.name for hook in self.hooks}
+        if names and (missing := self._lacks.get("needs_loss")):
             error = UsageError(f"A hook taps a compiled model, which needs a separate pass; {missing}.")
-            self.hooks.leave_out(self.taps.hooks_with_separate_pass, where, error)
+            self.hooks.leave_out(names, where, error)
 
     def _run_pass_for_taps(self) -> None:
         """Run the step's batch again, on a separate random stream, for the taps that a compiled pass does not call."""

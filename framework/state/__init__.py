@@ -1,6 +1,6 @@
 """The training state: everything the rest of a run depends on, with its generators and settings."""
 
-from .compiled_code import Traces, uncompiled
+from .compiled_code import Traces, has_compiled_code, uncompiled
 from .containers import STORED_DICTS, dict_like, keys_of, values_of
 from .contents import contents_of, has_contents
 from .digest import described
@@ -27,8 +27,8 @@ __all__ = [
     "InternalHook", "LoopState", "ModuleOrGroup", "Part", "RandomStreams", "StreamState", "Structure", "Traces",
     "TrainingState", "Transient", "Watched", "arrays_of", "betas_of", "contents_of", "copy_of_batch", "described",
     "described_tensor", "deterministic", "dict_like", "differing", "digest_of", "entered_modes",
-    "explain_nondeterminism", "generators_of", "has_contents", "has_settings", "hook_contents", "keys_of",
-    "learning_rate_of", "leave_modes", "nested", "neutral_settings", "number_or", "optimizers_of", "read_generator",
+    "explain_nondeterminism", "generators_of", "has_compiled_code", "has_contents", "has_settings", "hook_contents",
+    "keys_of", "learning_rate_of", "leave_modes", "nested", "neutral_settings", "number_or", "optimizers_of", "read_generator",
     "rounds_stochastically", "script_settings", "seed_everything", "seed_generator", "settings", "short_name",
     "split_groups", "tensors_of", "trained_by", "uncompiled", "values_of", "visited", "without_on_demand",
     "write_generator",

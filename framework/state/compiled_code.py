@@ -4,6 +4,7 @@ The compiler, which takes seconds to import, has public functions for both: ``to
 ``torch.compiler.assume_constant_result``. They set the attributes and the strategy of frames that are set here.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -28,6 +29,15 @@ def uncompiled(function: Function) -> Function:
     """Break the graph of compiled code where it calls a function, which then runs as Python; return the function."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return skips_frames(function)
+
+
+def has_compiled_code() -> bool:
+    """Return whether the compiler has compiled a function whose compiled code still exists.
+
+    Its import alone says nothing: optimizers import it too.
+    """
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    return compiler is not None and bool(compiler.output_codes.seen_ids)
 
 
 class Traces:

@@ -1,13 +1,12 @@
 """The taps of a run: attached to the model, disabled in passes of hooks, removed at the end."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import nn
 
 from ..hooks import Tap, TapOwner
-from ..state import Traces
+from ..state import Traces, has_compiled_code
 from ..training import eagerly, is_compiled
 from .attached_tap import ATTACHED, DETACHED, AttachedTap, TapState
 from .passes import RunningPasses
@@ -83,12 +82,12 @@ class TapSet:
         """Whether the step that has just run called modules in a compiled function, where their taps do nothing.
 
         Such a function calls the model, as in ``torch.compile(loss_of)``, so the model does not show that it is
-        compiled. The compiler has traced taps, or has compiled the function before, and no tap was called yet.
+        compiled. The compiler has traced taps, or has compiled the function before, and no tap was called yet. Without
+        compiled code, modules whose taps are not called are just not called.
         """
         if self._compiled or not any(self._attached_taps()):
             return False
-        has_compiler = "torch._dynamo" in sys.modules
-        return has_compiler and (Traces.count != self._traces or not self._passes.have_called_taps)
+        return Traces.count != self._traces or (not self._passes.have_called_taps and has_compiled_code())
 
     def _attached_taps(self) -> Iterator[AttachedTap]:
         return (tap for taps in self._taps.values() for tap in taps if tap.state is TapState.ATTACHED)
