@@ -23,13 +23,13 @@ from .training_state import EXTRAS, TrainingState, differing, without_on_demand
 from .update_parts import optimizers_of
 
 __all__ = [
-    "ATOMS", "EXTRAS", "MODE_COUNTERS", "NODE_HOOKS", "STORED_DICTS", "FullSharding", "Generator", "InternalFunction",
-    "InternalHook", "LoopState", "ModuleOrGroup", "Part", "RandomStreams", "StreamState", "Structure", "Traces",
-    "TrainingState", "Transient", "Watched", "arrays_of", "betas_of", "contents_of", "copy_of_batch", "described",
-    "described_tensor", "deterministic", "dict_like", "differing", "digest_of", "entered_modes",
-    "explain_nondeterminism", "generators_of", "has_compiled_code", "has_contents", "has_settings", "hook_contents",
-    "keys_of", "learning_rate_of", "leave_modes", "nested", "neutral_settings", "number_or", "optimizers_of", "read_generator",
-    "rounds_stochastically", "script_settings", "seed_everything", "seed_generator", "settings", "short_name",
-    "split_groups", "tensors_of", "trained_by", "uncompiled", "values_of", "visited", "without_on_demand",
-    "write_generator",
+    "ATOMS", "EXTRAS", "MODE_COUNTERS", "NODE_HOOKS", "STORED_DICTS", "FullSharding", "Generator",
+    "InternalFunction", "InternalHook", "LoopState", "ModuleOrGroup", "Part", "RandomStreams", "StreamState",
+    "Structure", "Traces", "TrainingState", "Transient", "Watched", "arrays_of", "betas_of", "contents_of",
+    "copy_of_batch", "described", "described_tensor", "deterministic", "dict_like", "differing", "digest_of",
+    "entered_modes", "explain_nondeterminism", "generators_of", "has_compiled_code", "has_contents", "has_settings",
+    "hook_contents", "keys_of", "learning_rate_of", "leave_modes", "nested", "neutral_settings", "number_or",
+    "optimizers_of", "read_generator", "rounds_stochastically", "script_settings", "seed_everything",
+    "seed_generator", "settings", "short_name", "split_groups", "tensors_of", "trained_by", "uncompiled",
+    "values_of", "visited", "without_on_demand", "write_generator",
 ]
