@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
-from ..state import TrainingState, Transient, script_settings, trained_by
+from ..state import TrainingState, Transient, entered_modes, leave_modes, script_settings, trained_by
 from ..tensors import addresses, resharded_afterwards
 from .borrowing import borrowed_extras
 from .guardian import Objects, copy_each
@@ -146,6 +146,8 @@ def undone_pass(
         stack.callback(_set_gradients, gradients)
         if clears_gradients:
             _set_gradients([(owner, None) for owner in copy.owners])
+        # Left first, since an entered mode could intercept the operations that restore the rest.
+        stack.callback(leave_modes, entered_modes())
         yield
 
 

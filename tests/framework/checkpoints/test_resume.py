@@ -132,12 +132,13 @@ def test_resumed_run_matches_uninterrupted_run(runner, step: int, whole, tmp_pat
 
 
 def test_resume_does_not_warn_about_scheduler_order(whole, tmp_path: Path) -> None:
-    """The only message of a resume at the end of an epoch is the one about the lock."""
+    """The only messages of a resume at the end of an epoch are about the lock and an option of a hook."""
     options = {**OPTIONS, "checkpoint_every_steps": STEPS_PER_EPOCH}
     assert kill_after(STEPS_PER_EPOCH + 1, tmp_path / "first", tmp_path / "killed", **options)
     assert steps_in(tmp_path / "killed") == [STEPS_PER_EPOCH]
-    (said,) = resume(tmp_path / "killed")
-    assert said.startswith("The lock on")
+    lock, option = resume(tmp_path / "killed")
+    assert lock.startswith("The lock on")
+    assert option.startswith("counterfactual.k is 3, ")
     assert_the_same(tmp_path / "killed", whole[Small])
 
 

@@ -133,13 +133,16 @@ class Fragile(TrainingHook):
 
 
 @pytest.mark.filterwarnings("ignore:.*vanishing gradient")
-def test_hook_failing_at_first_snapshot_is_left_out(tmp_path: Path) -> None:
-    """The hook was enabled by a group, and the reason has at most 300 characters."""
-    with registered(Fragile), pytest.warns(RunNotice, match="Left out: Hook 'fragile' raised at its first"):
-        (summary,) = session(tmp_path, strategies=["plain"], with_hooks="observers").run()
+@pytest.mark.parametrize(("at", "step"), [(1, 3), (2, 6)])
+def test_failing_hook_of_group_is_left_out(tmp_path: Path, at: int, step: int) -> None:
+    """It is left out at its first snapshot and at a later one, and the reason has at most 300 characters."""
+    options = {"fragile": {"at": at}}
+    said = f"Left out: Hook 'fragile' raised at SNAPSHOT of step {step}:"
+    with registered(Fragile), pytest.warns(RunNotice, match=said):
+        (summary,) = session(tmp_path, strategies=["plain"], with_hooks="observers", hook_options=options).run()
     assert summary["status"] == "completed"
     told = summary["hooks_left_out"]["fragile"]
-    assert told.startswith("Hook 'fragile' raised at its first SNAPSHOT: ValueError: cannot read this model!")
+    assert told.startswith(f"Hook 'fragile' raised at SNAPSHOT of step {step}: ValueError: cannot read this model!")
     assert len(told) <= 300
 
 
@@ -151,11 +154,11 @@ def test_hook_failing_at_first_snapshot_is_left_out(tmp_path: Path) -> None:
     [
         {"hooks": ["fragile"]},
         {"with_hooks": "observers", "hooks": ["fragile"]},
-        {"with_hooks": "observers", "hook_options": {"fragile": {"at": 2}}},
+        {"with_hooks": "observers", "hooks": ["fragile"], "hook_options": {"fragile": {"at": 2}}},
     ],
 )
-def test_named_or_proven_hook_ends_run_on_error(tmp_path: Path, chosen: dict) -> None:
-    """The hook was enabled by name, or raises after its first snapshot."""
+def test_named_hook_ends_run_on_error(tmp_path: Path, chosen: dict) -> None:
+    """The hook was enabled by name, alone or beside a group."""
     with registered(Fragile), pytest.raises(HookError, match="'fragile' raised at SNAPSHOT"):
         session(tmp_path, strategies=["plain"], **chosen).run()
 

@@ -175,17 +175,40 @@ def test_no_hook_runs_on_damaged_state(runner, tmp_path: Path) -> None:
     assert steps == list(range(1, AT_STEP + 1))
 
 
+def test_evaluation_that_changes_weights_is_undone(tmp_path: Path) -> None:
+    """The run completes with the weights of a run whose evaluation only reads."""
+
+    class Careless(Small):
+        name = "careless"
+
+        def evaluate(self, model: Any) -> dict[str, float]:
+            next(model.parameters()).mul_(0.5)
+            return {"val_acc": 0.0}
+
+    for experiment in (Small, Careless):
+        session(tmp_path, experiment, strategies=["plain"], hooks=["norms"]).run()
+    assert read_json(tmp_path / "careless/plain/summary.json")["status"] == "completed"
+    weights = [torch.load(tmp_path / f"{name}/plain/plain_final.pt") for name in ("small", "careless")]
+    torch.testing.assert_close(*weights, rtol=0, atol=0, equal_nan=True)
+
+
 def test_mutating_evaluation_is_fatal(tmp_path: Path) -> None:
     """No hook runs after the evaluation, no checkpoint is written, and the summary is failed."""
 
     class Careless(Small):
         name = "careless"
 
+        def build_optimizer(self, model: Any) -> Any:
+            optimizers.append(super().build_optimizer(model))
+            return optimizers[0]
+
         def evaluate(self, model: Any) -> dict[str, float]:
             if [event for event, _ in CALLS if event != "state_dict"]:
-                next(model.parameters()).mul_(0.5)
+                for state in optimizers[0].state.values():
+                    state["exp_avg"].mul_(0.5)
             return {"val_acc": 0.0}
 
+    optimizers: list[Any] = []
     with pytest.raises(StateMutationError, match="The 'evaluation' at the loop of step 3 may only read"):
         session(tmp_path, Careless, strategies=["plain"], hooks=["culprit"], save_checkpoints=1).run()
     asked = [event for event, _ in CALLS if event in ("end", "state_dict")]
