@@ -71,14 +71,14 @@ def check_files(folder: Path, expected: set[str]) -> None:
 
 
 def test_files_of_an_experiment_fit_the_schemas(run: Path) -> None:
-    names = {"experiment_config.json", "summary.json", "STRATEGY.jsonl", "alerts.jsonl", "digests.jsonl"}
+    names = {"experiment_config.json", "summary.json", "files.json", "STRATEGY.jsonl", "alerts.jsonl", "digests.jsonl"}
     check_files(run, names | {"manifest.json"})
     for name in ("experiment_config.json", "summary.json"):
         assert FILES[name]["properties"].keys() == next(lines_of(run / name)).keys()
 
 
 def test_files_of_an_attached_run_fit_the_schemas(attached: Path) -> None:
-    check_files(attached, {"experiment_config.json", "summary.json", "STRATEGY.jsonl", "alerts.jsonl"})
+    check_files(attached, {"experiment_config.json", "summary.json", "files.json", "STRATEGY.jsonl", "alerts.jsonl"})
     assert len([*lines_of(attached / "alerts.jsonl")]) > 0
 
 
@@ -114,7 +114,7 @@ def test_files_of_a_failed_run_fit_the_schemas(tmp_path: Path) -> None:
     with registered(Raising), pytest.raises(RuntimeError), pytest.warns(UserWarning, match="always"):
         session(tmp_path, Failing, **options).run()
     folder = tmp_path / "failing/plain"
-    names = {"experiment_config.json", "summary.json", "STRATEGY.jsonl", "alerts.jsonl", "digests.jsonl"}
+    names = {"experiment_config.json", "summary.json", "files.json", "STRATEGY.jsonl", "alerts.jsonl", "digests.jsonl"}
     check_files(folder, names | {"rows.jsonl"})
     summary = next(lines_of(folder / "summary.json"))
     assert summary["status"] == "failed"

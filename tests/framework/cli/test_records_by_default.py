@@ -90,9 +90,10 @@ def test_default_record_verifies_without_mentioning_hooks(tmp_path: Path, capfd)
 
 @pytest.mark.guarantee("monitoring-changes-nothing")
 def test_run_without_hooks_or_record_is_bare(tmp_path: Path) -> None:
-    """The run writes only config, summary and final weights, and its config lists no hooks."""
+    """The run writes only config, summary, final weights and their digests, and its config lists no hooks."""
     folder = run(tmp_path, Small, *BARE)
-    assert {path.name for path in folder.iterdir()} == {"experiment_config.json", "summary.json", "plain_final.pt"}
+    files = {"experiment_config.json", "summary.json", "files.json", "plain_final.pt"}
+    assert {path.name for path in folder.iterdir()} == files
     assert read_json(folder / "experiment_config.json")["hooks"] == {}
     assert read_json(folder / "experiment_config.json")["options"]["hook_jsonl"] is False
 

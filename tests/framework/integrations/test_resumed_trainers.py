@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from loopscope.errors import RunNotice
 from loopscope.integrations import attach
 
 from tests.framework.integrations import hf_trainers, test_lightning
@@ -157,7 +156,7 @@ def test_resumed_fit_has_the_numbers_of_lightning(tmp_path: Path, settings: str)
 
 
 def test_second_fit_of_a_trainer_is_recorded(tmp_path: Path) -> None:
-    """Lightning continues its step numbers; without another attach a notice reports that the fit has no hooks."""
+    """Lightning continues its step numbers; without another attach the fit has a numbered run of its own."""
     _, _, made = fit(tmp_path, [position_spy()], max_epochs=1)
     module, data = made.lightning_module, partial(test_lightning.batches, shuffle=True)
     made.fit_loop.max_epochs = 2
@@ -165,5 +164,5 @@ def test_second_fit_of_a_trainer_is_recorded(tmp_path: Path) -> None:
     made.fit(module, data())
     assert [[*positions(tmp_path / name)] for name in ("run", "second")] == [[*range(1, 6)], [*range(6, 11)]]
     made.fit_loop.max_epochs = 3
-    with pytest.warns(RunNotice, match="this fit has no hooks; attach them again"):
-        made.fit(module, data())
+    made.fit(module, data())
+    assert [*positions(tmp_path / "second_2")] == [*range(11, 16)]
