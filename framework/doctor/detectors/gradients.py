@@ -417,6 +417,10 @@ class GradientsZeroedTooEarly(Detector):
             )
 
 
+LAST_CHECKS = 3
+"""Checks at which a gradient must be tiny, since alerts already report those that are so at a single one."""
+
+
 @DetectorRegistry.register
 class VanishingGradients(Detector):
     """Finds weights whose gradient is tiny compared with that of the others."""
@@ -442,19 +446,22 @@ class VanishingGradients(Detector):
         if not total.last > 0 or total.last_step < 2:
             return
         tiny: dict[str, float] = {}
-        for name, curve in history.family("parameter_norms/grad_norm").items():
+        norms = history.family("parameter_norms/grad_norm")
+        for name, curve in norms.items():
             totals = [max(total.at(int(step)), 1e-30) for step in curve.steps]
-            recent = (curve.values / np.array(totals))[-3:]
+            recent = (curve.values / np.array(totals))[-LAST_CHECKS:]
             if len(curve) > 1 and 0 < np.max(recent) < self.limit("ratio"):
                 tiny[name] = float(recent[-1])
         has_weight = any("weight" in name for name in tiny)  # a bias before a normalisation has no effect by design
         if has_weight and len(tiny) >= self.limit("count") and falls_short(history, 0.5):
             worst = min((name for name in tiny if "weight" in name), key=lambda name: tiny[name])
+            checks = min(LAST_CHECKS, len(history.curve(f"parameter_norms/grad_norm/{worst}")))
             yield self.finding(
                 "warning",
                 total.first_step,
-                f"The gradients of {len(tiny)} parameters are more than {1 / self.limit('ratio'):,.0f} times smaller "
-                f"than the joint gradient ({listed(sorted(tiny), 3)}), so these layers hardly learn.",
+                f"At each of the last {checks} checks, the gradients of {len(tiny)} of {len(norms)} parameters were "
+                f"more than {1 / self.limit('ratio'):,.0f} times smaller than the joint gradient "
+                f"({listed(sorted(tiny), 3)}), so these layers hardly learn.",
                 "Use an initialisation that keeps the size of activations, residual connections or normalisation; the "
                 "hook gradient_flow shows where the gradient shrinks.",
                 Evidence(

@@ -228,7 +228,7 @@ def test_dead_units_of_a_network_that_learns(share: float, severity: str) -> Non
 
 
 def test_vanishing_gradients_show_a_weight() -> None:
-    """The bias of a key has no effect by design, so it is no evidence."""
+    """The bias of a key has no effect by design, so it is no evidence; the count is that of the last checks."""
     history = History({"groups": [{"optimizer": "Adam"}], "trainable": 4})
     steps = [1, 2, 51, 101]
     history.add(101, {"training_checks/loss": Series(list(range(1, 102)), [1.0] * 101)})
@@ -237,6 +237,7 @@ def test_vanishing_gradients_show_a_weight() -> None:
         history.add(101, {f"parameter_norms/grad_norm/{name}": Series(steps, [norm] * 4)})
     (finding,) = [item for item in diagnose(history) if item.id == "vanishing-gradients"]
     assert finding.evidence[0].metric == "parameter_norms/grad_norm/query.weight"
+    assert finding.why.startswith("At each of the last 3 checks, the gradients of 3 of 3 parameters were")
 
 
 @pytest.mark.parametrize(("level", "accuracy", "expected"), [(1.0, None, 1), (1.0, 0.5, 0), (0.9, None, 0)])
