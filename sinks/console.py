@@ -20,7 +20,8 @@ class ConsoleSink(MetricSink):
     parts). It is at most as high as the terminal, or thirty lines: first the metrics of ``first``, then equally many
     metrics of each hook, each with an arrow for its last three values; a series shows its mean since the last table.
     Other outputs, and all without ``tables``, get one line with the metrics of ``first``, series as means, and the
-    number of alerts since the last line. In a notebook a table or line replaces the previous one.
+    number of alerts since the last line; with ``tables``, if none of these has a value, the first other metrics. In a
+    notebook a table or line replaces the previous one.
 
     Args:
         console: the output; by default standard output.
@@ -83,13 +84,14 @@ class ConsoleSink(MetricSink):
         board, console = self._board, self._console
         if board.run is None or not board.news():
             return
-        line = snapshot_line(board, recorded=self._recorded)
+        line = snapshot_line(board, recorded=self._recorded, others=self._tables)
         if console.is_jupyter:
             table = newest_table(board, console.width, 0, recorded=self._recorded) if self._tables else line
-            self._output.update(table)
+            if table:
+                self._output.update(table)
         elif self._tables and console.is_interactive:
             console.print(newest_table(board, console.width, console.height, recorded=self._recorded))
-        else:
+        elif line:
             console.out(line, highlight=False)
             if self._shown is not None:
                 self._shown()

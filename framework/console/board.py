@@ -194,6 +194,13 @@ class Board:
             self.tracks |= {name: Track(**values) for name, values in position["tracks"].items()}
             self.count, self.alerts = position.get("count", 0), Counter(position.get("alerts", {}))
 
+    @property
+    def has_live_metrics(self) -> bool:
+        """Whether the run has metrics to show first: those that were chosen, or those of hooks that are always on."""
+        described = self.run.metric_infos if self.run else ()
+        hooks = {name.partition("/")[0] for name in described}
+        return bool(self._live_names or hooks.intersection(always_on()))
+
     def groups(self, cells: Mapping[str, Cell]) -> tuple[list[Group], list[Group]]:
         """Split metrics, by full name, into groups of live metrics and groups of other metrics by hook.
 

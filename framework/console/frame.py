@@ -188,17 +188,25 @@ def newest_table(board: Board, width: int, height: int, *, recorded: bool) -> Gr
     return Group(_rule(f"{run}epoch {board.epoch}  step {board.step:,}"), Lines([*head, *lines, *foot]))
 
 
-def snapshot_line(board: Board, *, recorded: bool) -> str:
-    """Return one line with the live metrics, or the first others, and the number of alerts."""
+def snapshot_line(board: Board, *, recorded: bool, others: bool = True) -> str:
+    """Return one line with the live metrics, or the first others, and the number of alerts.
+
+    Without ``others``, only new live metrics are shown if the run has any, so that the line may be empty, as for a run
+    that ended within an epoch.
+    """
     unit, strategy = (board.run.loop, printable(board.run.strategy)) if board.run else ("", "")
     ages = {name: counted(age, unit) + " old" for name, track in board.tracks.items() if (age := board.age(track))}
     cells = {name: Cell(name, track.describe(ages.get(name, ""))) for name, track in board.tracks.items()}
-    live, others = board.groups(cells)
-    shown = [f"{cell.name} {cell.text}" for group in live for cell in group.cells]
-    shown = shown or [f"{group.heading}/{cell.name} {cell.text}" for group in others for cell in group.cells][:FIRST]
+    live, rest = board.groups(cells)
+    others = others or not board.has_live_metrics
+    has_news = others or board.groups({name: cells[name] for name in board.news()})[0]
+    shown = [f"{cell.name} {cell.text}" for group in live for cell in group.cells if has_news]
+    if others and not shown:
+        shown = [f"{group.heading}/{cell.name} {cell.text}" for group in rest for cell in group.cells][:FIRST]
     lost = "" if recorded else f"{counted(board.count, 'value')} {NOT_RECORDED}"
     place = f"epoch {board.epoch}, step {board.step:,}" if unit == "epoch" else f"step {board.step:,}"
-    return f"{strategy}, {place}: " + "; ".join(filter(None, [", ".join(shown), lost, *_alerts(board)]))
+    parts = [*filter(None, [", ".join(shown), lost, *_alerts(board)])]
+    return f"{strategy}, {place}: " + "; ".join(parts) if parts else ""
 
 
 def _alerts(board: Board) -> list[str]:

@@ -77,6 +77,8 @@ def result_line(summary: Mapping[str, Any]) -> Text:
     )
     reached, ending = summary["target_reached"], summary["status"]
     lost = lost_rows_text(summary)
+    if ending not in TRAINED and summary.get("last_lr") is not None:  # which a record of whole epochs does not show
+        numbers += f", lr {number_text(summary['last_lr'])}"
     if ending in TRAINED:
         ending = "ended" if summary.get("experiment") == ATTACHED else "stopped at the limit"
         ending = f"target reached at epoch {reached['epoch']}" if reached else ending

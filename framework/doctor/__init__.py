@@ -10,6 +10,7 @@ from .findings import SCHEMA, Diagnosis, Evidence, Finding
 from .history import Curve, History
 from .hypotheses import HYPOTHESES, Hypothesis
 from .live import CRITICAL, FindingNotice, LiveDiagnosis, diagnosis_with
+from .recent_losses import RecentLosses
 from .start_up_facts import start_facts
 from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests, trial_plans
 
@@ -32,6 +33,7 @@ __all__ = [
     "History",
     "Hypothesis",
     "LiveDiagnosis",
+    "RecentLosses",
     "Severity",
     "Threshold",
     "TrialPlan",

@@ -2,7 +2,6 @@
 
 import math
 import operator
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,16 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..hooks import Alert, Recovery, Series, as_float
+from .recent_losses import RecentLosses
 
 MOST_POINTS = 4096
 """Points of a metric in memory; above this number every second one is dropped."""
 MOST_METRICS = 4096
 MOST_ALERTS = 2000
 NUMBERS = (int, float, bool)
-STEP_LOSSES = ("training_metrics/loss", "training_checks/loss")
-"""Losses of single steps, of all steps where a loop reports them, or of those that are checked."""
-MOST_RECENT = 100
-"""Losses of single steps that are kept for the final loss."""
 Floats = NDArray[np.float64]
 
 
@@ -151,8 +147,8 @@ class History:
     first_epoch_end: int = 0
     """The newest step that is known to belong to the first epoch."""
     curves: dict[str, Curve] = field(default_factory=dict)
-    recent_losses: dict[str, deque[tuple[int, float]]] = field(default_factory=dict)
-    """The newest losses of single steps, with their steps, by the name of the metric."""
+    recent_losses: RecentLosses = field(default_factory=RecentLosses)
+    """The losses of the newest steps."""
     alerts: list[dict[str, Any]] = field(default_factory=list)
     """The alerts as in ``alerts.jsonl``, without recoveries, oldest first."""
 
@@ -168,9 +164,7 @@ class History:
                 curve = self.curves[name] = Curve()
             for point, value in zip(at, values, strict=True):
                 curve.add(point, value)
-            if name in STEP_LOSSES and isinstance(metrics[name], Series):
-                recent = self.recent_losses.setdefault(name, deque(maxlen=MOST_RECENT))
-                recent.extend(zip(at[-MOST_RECENT:], values[-MOST_RECENT:], strict=True))
+        self.recent_losses.add(metrics)
         self.step = max(self.step, step)
 
     def add_alert(self, alert: Alert | Mapping[str, Any]) -> None:
@@ -202,28 +196,6 @@ class History:
         """The training loss of the steps, or, where no hook recorded these, of the epochs."""
         names = ("training_checks/loss", "training_metrics/loss")
         return max((self.curve(name) for name in names), key=len)
-
-    def final_loss(self, step: int, mean_of_epoch: float | None, epochs: int) -> dict[str, Any]:
-        """Return the final loss up to a step, of what it is the mean, and the loss of the last step, for a summary.
-
-        After several epochs it is the mean of the last one. Otherwise it is the mean over the last tenth of the steps,
-        at most ``MOST_RECENT``, so that it is not the mean since the start; of those steps whose losses are recorded.
-
-        Args:
-            step: the number of steps of the run.
-            mean_of_epoch: the mean loss since the start of the last epoch or interval, or ``None``.
-            epochs: the number of epochs, 0 in a loop that counts steps.
-        """
-        recent = next((self.recent_losses[name] for name in STEP_LOSSES if self.recent_losses.get(name)), ())
-        count = min(MOST_RECENT, max(1, step // 10))
-        losses = [loss for at, loss in recent if at > step - count]
-        mean, over = mean_of_epoch, "epoch" if epochs else "interval"
-        if losses and epochs <= 1:
-            mean = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else losses[-1]
-            part = f"{len(losses)} of the last" if len(losses) < count else "last"
-            over = "last step" if count == 1 else f"{part} {count} steps"
-        last = recent[-1][1] if recent and recent[-1][0] == step else None
-        return {"training_loss": mean, "training_loss_over": over, "last_loss": last}
 
     @property
     def is_over(self) -> bool:

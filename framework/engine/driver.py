@@ -158,10 +158,8 @@ class Driver:
 
     def flush_steps(self) -> None:
         """Deliver step metrics, and compute the mean loss since the start of the interval, which displays show."""
-        loop = self.loop
-        self.manager.dispatch.flush_steps(loop.epoch)
-        if loop.running_loss is not None:
-            loop.epoch_loss = float(loop.running_loss) / loop.running_steps
+        self.manager.dispatch.flush_steps(self.loop.epoch)
+        self.loop.update_mean_loss()
 
     def end_interval(self) -> None:
         """Deliver step metrics, and compute the mean loss and the mean gradient of the epoch or interval.

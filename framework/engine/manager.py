@@ -290,6 +290,7 @@ class HookManager:
             callbacks.callback(self.hooks.end, status)
             if self._started:  # False if a hook of a resumed run rejects its state: the sinks are not open then
                 self.dispatch.flush_steps(self.state.loop.epoch)
+        self.state.loop.update_mean_loss()  # of an interrupted epoch
         self.log(logging.INFO, "Ended as %s after step %d.", status, self.state.loop.step)
         if status == "completed":  # otherwise another error already ends the run
             self.raise_failures()

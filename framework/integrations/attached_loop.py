@@ -40,7 +40,17 @@ from ..hooks import ENDLESS, Alert, StatePart, TrainingHook, treatments
 from ..isolation import undone_in_modules, undone_pass
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
-from ..runs import ATTACHED, Run, RunRecord, attempt, create_manager, environment, load_reference, read_provenance
+from ..runs import (
+    ATTACHED,
+    Run,
+    RunRecord,
+    attempt,
+    create_manager,
+    environment,
+    load_reference,
+    read_provenance,
+    status_after,
+)
 from ..state import RandomStreams, TrainingState, generators_of
 from ..training import Ranks, TrainingTask, is_compiled
 from .attach_options import AttachOptions, Loss, OptionalLoader, missing_loss
@@ -59,6 +69,8 @@ from .model_wrappers import (
 from .other_modules import given_modules, modules_of_loss
 
 Result = TypeVar("Result")
+Ending = Callable[[str, BaseException | None], None]
+"""Ends a run with a status, and the error that has ended it, if any."""
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
 """Optimizers with an attached loop."""
 _OPEN: "dict[Path, AttachedLoop]" = {}
@@ -108,7 +120,7 @@ class AttachedLoop:
         self._progress: Progress = NoProgress()
         self._contexts = ExitStack()
         self._stored: StoredState | None = None
-        self._at_exit: Callable[[str], None] = self.end
+        self._at_exit: Ending = self.end
         self.is_built = self.is_started = self.is_closed = self._has_ended_training = False
         self._has_noticed_draws = self._has_noticed_train_mode = False
         self._has_noticed_unnamed = False
@@ -249,10 +261,10 @@ class AttachedLoop:
             self.options = replace(options, sinks=(), display="none")
 
     @preserved_streams()
-    def start(self, first: Batch | None, steps: int | None, at_exit: Callable[[str], None] | None = None) -> None:
+    def start(self, first: Batch | None, steps: int | None, at_exit: Ending | None = None) -> None:
         """Start the hooks before the first step, with its batch; ``steps`` is the number of steps per epoch, if known.
 
-        ``at_exit`` is called with a status if the program ends while the run is open.
+        ``at_exit`` is called with a status, and the error if any, if the program ends while the run is open.
         """
         loop, plan = self.manager.state.loop, self._loader.plan
         if "plan" in self.place:
@@ -261,7 +273,9 @@ class AttachedLoop:
             plan.begin_epoch(loop.epoch, loop.step, steps)
         self._at_exit = at_exit or self.end
         if self.options.overwrite and (earlier := _OPEN.get(self.path.resolve())):
-            earlier._at_exit("interrupted")  # a notebook cell that runs again has lost the scope, so it is closed here
+            earlier._at_exit(
+                "interrupted", None
+            )  # a notebook cell that runs again has lost the scope, so it is closed here
         self._ranks.check_equal({"Whether a state was loaded": self._stored is not None})
         self._continues_record = self._has_record_of_state()
         try:
@@ -636,12 +650,16 @@ class AttachedLoop:
         self._contexts.close()
 
     def _close_at_exit(self) -> None:
-        """Close a run that is still open when the program ends, as failed if the program ends with an error."""
-        if vars(sys).get("last_value") is not None or not self._ranks.is_main:
-            self._at_exit("failed")
+        """Close a run that is still open when the program ends, with the error that has ended the program, if any."""
+        if (error := vars(sys).get("last_value")) is not None:
+            is_interactive = hasattr(sys, "ps1")  # there it is the error of any earlier input
+            self._at_exit("failed" if is_interactive else status_after(error), None if is_interactive else error)
+            return
+        if not self._ranks.is_main:
+            self._at_exit("failed", None)
             return
         notice(
             f"The run in {short_path(self.path)} was still open and is closed at the end of the program: call "
             "scope.close() after the loop, or use `with loopscope.attach(...) as scope`."
         )
-        self._at_exit("interrupted" if self._ranks.are_many else "completed")  # other ranks may be gone
+        self._at_exit("interrupted" if self._ranks.are_many else "completed", None)  # other ranks may be gone

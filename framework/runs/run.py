@@ -188,7 +188,10 @@ class Run:
         manager, record, path = self.manager, self.record, self.folder.path
         loop, compared, history = manager.state.loop, self.compared_metrics, self.diagnosis.history
         epochs = max(1, loop.epoch) if manager.counts_epochs else 0
-        loss = history.final_loss(loop.step, loop.epoch_loss, epochs)
+        losses, is_partial = history.recent_losses, loop.running_loss is not None
+        # An error may end a run within a step, whose loss is not known.
+        last = loop.step if status == "completed" else losses.newest_step or loop.step
+        loss = losses.final_loss(last, loop.epoch_loss, epochs, is_partial=is_partial)
         self.summary = build_summary(manager, record, path, status, error, seconds, final, self.initial, compared, loss)
         self.summary["sample"] = None if sample is None else str(sample)
         self.diagnosis.history.status = status

@@ -1,5 +1,6 @@
 """Summaries of runs, in plain values: the content of ``summary.json`` and of the display."""
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,10 +31,11 @@ def build_summary(
     """Summarise a run up to now.
 
     ``compared`` are full names of the metrics in which strategies are compared, ``final_loss`` the result of
-    :meth:`.History.final_loss`.
+    :meth:`.RecentLosses.final_loss`.
     """
     loop, task, metrics = manager.state.loop, manager.task, manager.dispatch.last()
     sink_errors = manager.dispatch.sink_errors
+    rate = None if loop.step_lr is None else float(loop.step_lr)
     if status == "completed" and any(error["lost_rows"] for error in sink_errors):
         status = INCOMPLETE
     summary: dict[str, Any] = {
@@ -51,6 +53,7 @@ def build_summary(
         "steps_per_second": loop.step / seconds["training"] if seconds["training"] else None,
         "model": model_size(task.model),
         **final_loss,
+        "last_lr": None if rate is None or math.isnan(rate) else rate,
         "initial": dict(initial),
         "final": dict(final),
         "deltas": deltas(initial, final),

@@ -70,6 +70,11 @@ class LoopState:
     stopped: bool = False
     reached: dict[str, int] | None = None
 
+    def update_mean_loss(self) -> None:
+        """Set the mean loss since the start of the epoch or interval, if it has a step."""
+        if self.running_loss is not None:
+            self.epoch_loss = float(self.running_loss) / self.running_steps
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything except what belongs to a step, and the pre-epoch state copy, which is taken again."""
         of_step = ("batch", "pre_epoch", "batch_idx", "loss", "backward_passes")

@@ -67,10 +67,10 @@ def test_final_loss_of_sampled_steps_is_named() -> None:
     history = History()
     history.add(100, {"training_checks/loss": Series([10, 95, 98], [9.0, 2.0, 1.0])})
     expected = {"training_loss": 1.5, "training_loss_over": "2 of the last 10 steps", "last_loss": None}
-    assert history.final_loss(100, 4.0, 1) == expected
+    assert history.recent_losses.final_loss(100, 4.0, 1) == expected
     history.add(100, {"training_checks/loss": Series([100], [math.inf])})
-    assert history.final_loss(100, 4.0, 0)["training_loss"] == math.inf
-    assert History().final_loss(5, 4.0, 1)["training_loss_over"] == "epoch"
+    assert history.recent_losses.final_loss(100, 4.0, 0)["training_loss"] == math.inf
+    assert History().recent_losses.final_loss(5, 4.0, 1)["training_loss_over"] == "epoch"
 
 
 def test_loss_is_plotted_by_default(tmp_path: Path, capsys) -> None:
