@@ -14,7 +14,9 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
+from ..doctor import RecentLosses
 from ..errors import describe_error, warn
 from ..hooks import HookPoint, MetricSink, RunInfo, Series
 from ..state import LoopState
@@ -178,6 +180,7 @@ class TrainingProgress:
     clock: Callable[[], float]
     steps_per_epoch: int | None = None  # without it a step loop does not show epochs
     chosen: Callable[[], Mapping[str, str]] = dict  # texts that the experiment shows, by label
+    losses: RecentLosses = field(default_factory=RecentLosses)
 
     def __post_init__(self) -> None:
         """Start the clock."""
@@ -222,19 +225,36 @@ class TrainingProgress:
         start, done_at_start = self._pace[0]
         rate = (done - done_at_start) / (now - start) if now > start else None
         chosen, epoch = self.chosen(), epochs if self.unit == "step" and epochs and epochs >= 1 else None
-        numbers = newest_numbers(loop, with_evaluation=not chosen)
+        epochs_begun = 0 if self.unit == "step" else max(1, loop.epoch)
+        numbers = newest_numbers(loop, self.losses, epochs_begun, with_evaluation=not chosen)
         return Position(self.unit, done, self.length, rate, numbers, epoch=epoch, chosen=chosen)
 
 
-def newest_numbers(loop: LoopState, *, with_evaluation: bool = True) -> dict[str, float]:
-    """Return the newest mean loss, and the validation accuracy or else the first number of the evaluation."""
-    numbers = {} if loop.epoch_loss is None else {"loss": loop.epoch_loss}
+def newest_numbers(
+    loop: LoopState, losses: RecentLosses, epochs: int = 1, *, with_evaluation: bool = True
+) -> dict[str, float]:
+    """Return the newest loss, and the validation accuracy or else the first number of the evaluation.
+
+    The loss is that of a summary that is written now: the mean of the last epoch or of the newest steps whose metrics
+    are delivered. Before the first delivery it is that of the newest step.
+
+    Args:
+        loop: the position of the run.
+        losses: the losses of the newest steps.
+        epochs: as for :meth:`.RecentLosses.final_loss`.
+        with_evaluation: return the number of the evaluation, too.
+    """
+    is_partial = loop.running_loss is not None
+    loss = losses.final_loss(losses.newest_step, loop.epoch_loss, epochs, is_partial=is_partial)["training_loss"]
+    if loss is None and type(loop.loss) is Tensor:  # other classes may wait for other ranks
+        loss = loop.loss.item()  # waits for the device, at most twice a second
+    numbers = {} if loss is None else {"loss": loss}
     names = ["val_acc"] if "val_acc" in loop.evaluation else list(loop.evaluation)[:1]
     return numbers | {name: loop.evaluation[name] for name in names if with_evaluation}
 
 
 class ProgressNumbers(MetricSink):
-    """Stores the newest values of some metrics; of a series its mean, like the loss next to it."""
+    """Stores the newest values of some metrics, of a series its mean, and the losses of the newest steps."""
 
     name = "progress"
     keeps = False
@@ -243,13 +263,16 @@ class ProgressNumbers(MetricSink):
         self.metrics = metrics  # full names by label
         self._wanted = {name for names in metrics.values() for name in names}
         self._newest: dict[str, float] = {}
+        self.losses = RecentLosses()
 
     def set_run_context(self, run: RunInfo) -> None:
         """Start a strategy without values."""
         self._newest.clear()
+        self.losses.clear()
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
-        """Store the values of the selected metrics."""
+        """Store the values of the selected metrics, and losses of steps."""
+        self.losses.add(metrics)
         for name, value in flattened(metrics):
             if name in self._wanted:
                 values = value.values if isinstance(value, Series) else [float(value)]

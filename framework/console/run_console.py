@@ -113,7 +113,7 @@ class RunConsole(Display):
         """Return the sinks of the display: alerts, and the SNAPSHOT table or the full screen."""
         if self._mode == "none":
             return []
-        sinks: list[MetricSink] = [self._watch, *([self._numbers] if self._numbers.metrics else [])]
+        sinks: list[MetricSink] = [self._watch, self._numbers]
         if self._live is not None:
             sinks.append(self._live)
         elif self._prints_lines:
@@ -146,13 +146,19 @@ class RunConsole(Display):
         else:
             view = self._line_view = LineView(self.console, shown_name, transient=is_normal, clock=self._clock)
         length, steps = 0 if run.is_endless else task.length, len(task.loader)
-        steps_per_epoch, texts = steps if steps < ENDLESS else None, self._numbers.texts
+        steps_per_epoch = steps if steps < ENDLESS else None
         if self._until is not None:
             length = (
                 self._until if run.loop == "step" or steps_per_epoch is None else ceil(self._until / steps_per_epoch)
             )
         self._progress = TrainingProgress(
-            view, unit=run.loop, length=length, steps_per_epoch=steps_per_epoch, clock=self._clock, chosen=texts
+            view,
+            unit=run.loop,
+            length=length,
+            clock=self._clock,
+            steps_per_epoch=steps_per_epoch,
+            chosen=self._numbers.texts,
+            losses=self._numbers.losses,
         )
         return self._progress
 

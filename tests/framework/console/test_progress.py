@@ -5,7 +5,10 @@ import re
 import time
 
 import pytest
+import torch
 from loopscope.console.progress import BarView, LineView, Position, TrainingProgress, newest_numbers
+from loopscope.doctor import RecentLosses
+from loopscope.hooks import Series
 from loopscope.state import LoopState
 from rich.console import Console
 
@@ -110,12 +113,25 @@ def test_throughput_covers_the_last_half_minute():
     ("loop", "numbers"),
     [
         (LoopState(), {}),
+        (LoopState(loss=torch.tensor(2.5)), {"loss": 2.5}),
         (LoopState(epoch_loss=1.5, evaluation={"val_loss": 2.0, "other": 3.0}), {"loss": 1.5, "val_loss": 2.0}),
         (LoopState(epoch_loss=1.5, evaluation={"train_acc": 1.0, "val_acc": 0.5}), {"loss": 1.5, "val_acc": 0.5}),
     ],
 )
 def test_newest_numbers_are_loss_and_validation(loop, numbers):
-    assert newest_numbers(loop) == numbers
+    assert newest_numbers(loop, RecentLosses()) == numbers
+
+
+@pytest.mark.parametrize(
+    ("epochs", "running_loss", "loss"),
+    [(0, None, 2.5), (1, torch.ones(1), 2.5), (2, torch.ones(1), 2.5), (2, None, 9.0)],
+)
+def test_progress_shows_the_newest_losses(epochs, running_loss, loss):
+    """The mean of the last tenth of the steps, unless an epoch has just ended."""
+    losses = RecentLosses()
+    losses.add({"training_metrics/loss": Series([*range(1, 21)], [99.0] * 18 + [2.0, 3.0])})
+    loop = LoopState(step=27, epoch_loss=9.0, running_loss=running_loss)
+    assert newest_numbers(loop, losses, epochs) == {"loss": loss}
 
 
 def lines_of(steps, seconds, **options):

@@ -78,8 +78,8 @@ def test_piped_run_prints_step_epoch_and_named_metrics(tmp_path: Path):
                                          console=Console(file=out, force_terminal=False)) as console:  # fmt: skip
         run = session(tmp_path, NamedProgress, epochs=40, log_every=3, hooks=["training_metrics"])
         run.make_sinks, run.display = console.sinks, console
-        run.run()
+        (summary,) = run.run()
     last = out.getvalue().splitlines()[-1]
     assert last.startswith("plain: 100%, step 120/120, epoch 40.0, ")
-    mean = last.partition(", loss ")[2].partition(", rate ")[0]
-    assert last.endswith(f", mean {mean}")
+    assert f", loss {summary['training_loss']:.4g}, rate " in last
+    assert ", mean 0." in last

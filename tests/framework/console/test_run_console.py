@@ -117,7 +117,7 @@ def test_silent_mode_shows_progress_and_final_warnings(terminal):
     warning = "warning: Hook 'x' failed. The run continues."
     assert all(line.startswith("only") and "%" in line for line in lines - {warning} if line != "only ━━━━━━━━")
     assert plain(text).strip().endswith(warning)
-    assert [sink.name for sink in shown.sinks()] == ["alerts"]
+    assert [sink.name for sink in shown.sinks()] == ["alerts", "progress"]
 
 
 def test_progress_of_stretch_ends_at_its_end():
@@ -224,7 +224,7 @@ def test_live_without_terminal_falls_back_to_normal(terminal):
     """A note explains it, and the full screen is not entered."""
     console = Console(file=io.StringIO(), width=80, force_terminal=terminal, force_interactive=False)
     with RunConsole("live", console=console) as shown:
-        assert [sink.name for sink in shown.sinks()] == ["alerts", "console"]
+        assert [sink.name for sink in shown.sinks()] == ["alerts", "progress", "console"]
     text = console.file.getvalue()
     assert "\x1b[?1049h" not in text
     assert plain(text).startswith("note: The live display needs a terminal; the output is plain lines instead.")
