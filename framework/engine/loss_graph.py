@@ -67,6 +67,12 @@ MOST_OF_WEIGHT = 16
 """Nodes of a weight that is normalised."""
 LARGEST_SCALE = 5.0
 """Factor of logits up to which a cross-entropy starts near that of equal probabilities."""
+LENGTH_TOLERANCE = 1e-2
+"""Deviation of lengths from 1 that rounding to bfloat16 causes."""
+FEW_VECTORS = 64
+"""Vectors of which the length is computed."""
+LENGTHS = frozenset({"LinalgVectorNorm", "Norm", "ClampMin"})
+"""Nodes whose output is the length of vectors."""
 LIKELIHOODS = frozenset({"NllLoss", "NllLoss2D", "CtcLoss"})
 """Losses that take log-probabilities."""
 NOT_LOGARITHMS = frozenset({"Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Relu", "Softmax"})
@@ -133,6 +139,7 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
         is_modified=_has_other_terms(nodes, names) or _has_scaled_logits(nodes, names),
         is_rectified=_is_rectified(names),
         compares_outputs=_compares_outputs(nodes, names),
+        cosine_scale=_cosine_scale(nodes, names),
         is_broadcast=_is_broadcast(root),
         has_terms=_has_terms(nodes),
         **_model_facts(root, nodes, names),
@@ -561,6 +568,50 @@ def _without_scale(node: Any) -> tuple[Any, str]:
         (node,) = inputs
         name = operation_of(node)
     return node, name
+
+
+def _cosine_scale(nodes: list[Any], names: list[str]) -> float | None:
+    """Return the factor of the cosines that are the logits of a cross-entropy; ``None`` for other logits."""
+    inputs = _inputs(nodes[names.index("LogSoftmax")]) if "LogSoftmax" in names else []
+    return _scale_of_cosines(inputs[0]) if len(inputs) == 1 else None
+
+
+def _scale_of_cosines(node: Any) -> float | None:
+    """Return the constant factor of a node's cosines; ``None`` if it has other values or a trained factor."""
+    name, inputs = operation_of(node), _inputs(node)
+    if name == "Cat":
+        scales = [_scale_of_cosines(item) for item in inputs]
+        largest = max((scale for scale in scales if scale is not None), default=None)
+        return None if None in scales else largest
+    if name in VIEWS or (name == "MaskedFill" and len(inputs) == 1):
+        return _scale_of_cosines(inputs[0]) if len(inputs) == 1 else None
+    if name in ("Mul", "Div") and len(inputs) == 1:
+        divisor, scale = _divisor(node, name), _scale_of_cosines(inputs[0])
+        return None if divisor is None or scale is None else scale / divisor
+    sides = (("self", -1), ("mat2", -2))
+    if name == "Sum" and len(inputs) == 1 and operation_of(inputs[0]) == "Mul":  # Σ_j a_ij·b_ij
+        node, sides = inputs[0], (("self", -1), ("other", -1))
+    elif name not in ("Mm", "Bmm"):
+        return None
+    sources = [following for following, _ in node.next_functions]
+    pairs = zip(sides, sources, strict=True)
+    return 1.0 if all(_has_length_one(_saved(node, side), dim, source) for (side, dim), source in pairs) else None
+
+
+def _has_length_one(values: Any, dim: int, source: Any) -> bool:
+    """Return whether vectors along a dimension have the length 1: those of a saved tensor, or those of a node.
+
+    A product saves an argument only if the other one has a gradient.
+    """
+    if isinstance(values, Tensor):
+        if values.device.type != "cpu" or values.ndim < 2 or values.shape[dim] < 2:
+            return False
+        lengths = values.detach().movedim(dim, -1).flatten(0, -2)[:FEW_VECTORS].float().norm(dim=-1)
+        return bool(len(lengths)) and bool(((lengths - 1).abs() < LENGTH_TOLERANCE).all())
+    node = None if source is None else _without_views(source)
+    if node is None or operation_of(node) != "Div":
+        return False
+    return any(operation_of(_without_views(item)) in LENGTHS for item in _inputs(node))
 
 
 def _is_weight(node: Any) -> bool:

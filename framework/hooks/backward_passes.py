@@ -78,6 +78,9 @@ class BackwardPass(NamedTuple):
     compares_outputs: bool = False
     """Whether the logits of a cross-entropy are products of outputs with each other, as in contrastive losses, instead
     of products with the weights of classes."""
+    cosine_scale: float | None = None
+    """The factor of the logits of a cross-entropy if they are cosines, the products of vectors of length 1, times a
+    constant; ``None`` for other logits, for a trained factor, and on accelerators."""
     normalises_inputs: bool = False
     """Whether the model normalises its inputs, or the output of its first layer."""
     attention_count: int = 0

@@ -7,6 +7,7 @@ from loopscope.hooks import BackwardPass
 
 PASS_METRICS = {
     "constant_loss": "constant_loss",
+    "cosine_scale": "cosine_scale",
     "term_loss": "term_loss",
     "output_variation": "output_variation",
     "invalid_targets": "invalid_target_fraction",

@@ -137,6 +137,9 @@ class TrainingChecks(TrainingHook):
             | {0, 1} | 1: the scale of the inputs hardly matters.
         loss_compares_outputs | 1 if the logits of a cross-entropy are products of outputs with each other, else 0
             | {0, 1} | 1: a contrastive loss, whose target is the position of the pair and no class.
+        cosine_scale | factor of the logits of a cross-entropy if they are cosines, products of vectors of length 1,
+            times a constant; on the CPU | (0, ∞)
+            | About 1: no logit is above 1, so that the loss has a high lower bound. Divide by a temperature.
         loss_is_broadcast | 1 if the loss compares N outputs with N targets in N · N pairs, else 0 | {0, 1}
             | 1: outputs of shape (N, 1) meet targets of shape (N,), so that each output is compared with all targets.
         look_ahead_fraction | attention operations in which positions see later ones / all attention operations over as

@@ -146,6 +146,46 @@ class OneClass(Detector):
 
 
 @DetectorRegistry.register
+class TemperatureMissing(Detector):
+    """Finds a cross-entropy of cosines that no temperature divides."""
+
+    name = "temperature-missing"
+    symptom = "A contrastive loss, or one of cosines, stops falling at a high value"
+    cause = (
+        "The logits are cosines between −1 and 1, so that the right class gets at most e² times the probability of "
+        "each other one, and the loss has a high lower bound. Divide them by a temperature, such as 0.1."
+    )
+    source = "Wang et al., NormFace, arXiv 1704.06369, section 3.3; Chen et al., SimCLR, arXiv 2002.05709, table 5"
+    applies_to = "cross-entropies whose logits are products of normalised vectors, on the CPU"
+    thresholds = {
+        "scale": Threshold(1.2, "factor of the cosines; temperatures of 0.05 to 0.5 give 2 to 20"),
+        "bound": Threshold(0.3, "of ln(C), below which a model can still be certain"),
+    }
+    needs = (CHECKS,)
+    explains = frozenset({"no-better-than-uniform", "loss-not-falling", "learning-rate-too-low", "vanishing-gradients"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the factor of the cosines leaves a high lower bound of the loss."""
+        curve = history.curve(f"{CHECKS}/cosine_scale")
+        scale, classes = abs(curve.last), history.last(f"{CHECKS}/class_count")
+        if not scale < self.limit("scale") or not classes > 1:
+            return
+        # The right class has the cosine 1 and all others −1: −ln(eˢ / (eˢ + (C − 1) e⁻ˢ)).
+        bound = math.log1p((classes - 1) * math.exp(-2 * scale))
+        if not bound > self.limit("bound") * math.log(classes):
+            return
+        yield self.finding(
+            "warning",
+            curve.first_step,
+            f"The logits are cosines times {scale:.3g}, so the cross-entropy over {classes:g} classes cannot fall "
+            f"below {bound:.3g}, and equal probabilities give {math.log(classes):.3g}.",
+            "Divide the cosines by a temperature, such as 0.1, or multiply them by a trained factor.",
+            Evidence(f"{CHECKS}/cosine_scale", scale, self.limit("scale"), "2 to 20"),
+            confidence=0.9,
+        )
+
+
+@DetectorRegistry.register
 class LossBroadcast(LossGraphDetector):
     """Finds a loss that compares every output with every target of the batch."""
 

@@ -855,3 +855,12 @@ def test_outputs_of_critics_follow_growing_returns() -> None:
     for name in ("low", "high"):
         history.add(400, {f"training_checks/target_{name}": Series([1, 51, 101], [1.0, 3.0, 9.0])})
     assert "outputs-ignore-inputs" not in ids(history)
+
+
+@pytest.mark.parametrize(
+    ("scale", "classes", "expected"), [(1.0, 128, True), (1.0, 10, True), (10.0, 128, False), (1.0, 2, False)]
+)
+def test_cosines_of_many_classes_need_a_temperature(scale: float, classes: int, expected: bool) -> None:
+    history = healthy_history()
+    history.add(200, {"training_checks/cosine_scale": scale, "training_checks/class_count": classes})
+    assert ("temperature-missing" in ids(history)) is expected

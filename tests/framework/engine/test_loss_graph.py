@@ -570,6 +570,32 @@ def test_contrastive_losses_compare_outputs(name: str) -> None:
     assert describe_loss(F.cross_entropy(make(), torch.zeros(ROWS, dtype=torch.long))).compares_outputs is expected
 
 
+KEYS = F.normalize(torch.arange(1.0, 73.0).reshape(9, 8).sin(), dim=1)
+COSINES: dict[str, tuple[Callable[[], Tensor], float | None]] = {
+    "all pairs": (lambda: encoded() @ encoded().T, 1.0),
+    "pairs with a temperature": (lambda: encoded() @ encoded().T / 0.1, 10.0),
+    "pairs without themselves": (
+        lambda: (encoded() @ encoded().T)[~torch.eye(ROWS, dtype=torch.bool)].view(ROWS, -1) / 0.5,
+        2.0,
+    ),
+    "pair and queue": (lambda: torch.cat([(encoded() * encoded()).sum(1, True), encoded() @ KEYS.T], 1), 1.0),
+    "keys without a gradient": (lambda: encoded() @ KEYS.T, 1.0),
+    "cosine similarity": (lambda: F.cosine_similarity(ROWS_OF_VIEWS[:, None], CLASS_WEIGHTS, dim=-1), 1.0),
+    "classes with a factor": (lambda: 16 * F.linear(encoded(), F.normalize(CLASS_WEIGHTS)), 16.0),
+    "trained temperature": (lambda: encoded() @ encoded().T * torch.ones((), requires_grad=True).exp(), None),
+    "classes of other lengths": (lambda: F.linear(encoded(), CLASS_WEIGHTS), None),
+    "rows of other lengths": (lambda: F.linear(ROWS_OF_VIEWS, F.normalize(CLASS_WEIGHTS)), None),
+    "classifier": (lambda: F.linear(ROWS_OF_VIEWS, CLASS_WEIGHTS), None),
+}
+
+
+@pytest.mark.parametrize("name", COSINES)
+def test_scale_of_cosines_is_that_of_logits(name: str) -> None:
+    make, expected = COSINES[name]
+    scale = describe_loss(F.cross_entropy(make(), torch.zeros(ROWS, dtype=torch.long))).cosine_scale
+    assert scale == (expected if expected is None else pytest.approx(expected))
+
+
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
