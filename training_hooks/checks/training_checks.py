@@ -104,7 +104,8 @@ class TrainingChecks(TrainingHook):
         frozen_later/<parameter> | checked steps in a row in which it was frozen | 1, 2, 3, …
             | Growing: the parameter has stopped learning.
         leftover_gradient_count | parameters with a non-zero gradient before the first backward pass of the step
-            | 0, 1, 2, … | Above 0: nothing zeroes the gradients of the last step. Missing at step 1.
+            | 0, 1, 2, … | Above 0: nothing zeroes the gradients of the last step; at step 1, another backward pass of
+            the same step came before.
         lost_gradient_fraction | share of the parameters with a gradient that had none, or 0, before the second backward
             pass of the step; reported for steps of several micro-batches without sharded parameters | [0, 1]
             | 1: something zeroes the gradients between the micro-batches.
@@ -337,7 +338,7 @@ class TrainingChecks(TrainingHook):
         metrics |= self._gradient_metrics(parameters, held) | self._precision_metrics(ctx, parameters)
         rows = len(parts[0].inputs) if parts else 0
         facts = loss_facts(ctx.backward_passes, rows)
-        if ctx.backward_passes and ctx.step > 1:
+        if ctx.backward_passes:
             facts["leftover_gradient_count"] = len(ctx.backward_passes[0].leftover_gradients)
         if len(ctx.backward_passes) > 1 and self._with_gradient and not ctx.ranks.shards:
             lost = {*self._with_gradient} - {*ctx.backward_passes[1].accumulated_gradients}

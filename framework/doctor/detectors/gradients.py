@@ -9,7 +9,7 @@ import numpy as np
 from ...errors import listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
-from ..history import Curve, History
+from ..history import Curve, Floats, History
 from ..levels import (
     CHECKS,
     JUMP,
@@ -210,11 +210,11 @@ class LeftoverGradients(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most parameters had a gradient before the backward passes of several checked steps."""
-        leftover = history.curve("training_checks/leftover_gradient_count")
-        # Nothing zeroes the gradients of parameters that are in no optimizer, which is another finding.
-        outside = int(history.facts.get("without_optimizer", {}).get("count", 0))
-        trainable = max(int(history.facts.get("trainable", 0)) - outside, 1)
-        is_left = (leftover.values - outside) / trainable > self.limit("share")
+        leftover = history.curve(f"{CHECKS}/leftover_gradient_count")
+        shares = _leftover_shares(history)
+        is_left = (shares > self.limit("share")) & (leftover.steps > 1)
+        if shares.size and leftover.first_step == 1 and shares[0] > self.limit("share"):
+            return  # SecondBackwardPass reports these
         if _sees_updates(history):
             # Gradients that wait for an update accumulate on purpose; OptimizerNotStepped looks at these.
             updates = {*history.curve("parameter_norms/total_clipped_grad_norm").steps.tolist()}
@@ -232,6 +232,51 @@ class LeftoverGradients(Detector):
             Evidence("training_checks/leftover_gradient_count", count, 0, "0"),
             confidence=0.97,
         )
+
+
+@DetectorRegistry.register
+class SecondBackwardPass(Detector):
+    """Finds another backward pass of the same step before the one that the loop reports."""
+
+    name = "second-backward-pass"
+    symptom = "The weights move further than the learning rate says"
+    cause = (
+        "The script calls loss.backward() and then scope.backward(loss), which runs the backward pass itself, so that "
+        "gradients are doubled. Or a step has several losses, of which the hooks see only the last one."
+    )
+    source = "Scope.backward and Scope.gradients_ready"
+    applies_to = "custom loops"
+    thresholds = {"share": Threshold(0.5, "half of all parameters; another loss may train a few")}
+    needs = (CHECKS,)
+    explains = frozenset({"learning-rate-too-high", "exploding-gradients"})
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if most parameters had a gradient before the first backward pass of the training."""
+        leftover, shares = history.curve(f"{CHECKS}/leftover_gradient_count"), _leftover_shares(history)
+        # At later steps, the gradients may be those of an earlier step. Gradients from before the training are zeroed.
+        later = shares[1:4]
+        if leftover.first_step != 1 or not shares.size or not later.size:
+            return
+        if min(shares[0], *later) > self.limit("share"):
+            count = int(leftover.first)
+            yield self.finding(
+                "warning",
+                1,
+                f"{count} parameters had a gradient before the first backward pass that the loop reported, and at "
+                "later steps, so another backward pass of the same step came before.",
+                "If it was loss.backward() of the same loss, remove it, since scope.backward(loss) adds the same "
+                "gradients again; for several losses, call scope.gradients_ready(loss) after the last backward pass.",
+                Evidence(f"{CHECKS}/leftover_gradient_count", count, 0, "0"),
+                confidence=0.9,
+            )
+
+
+def _leftover_shares(history: History) -> Floats:
+    """Return the shares of the trainable parameters with a gradient before the backward pass, of the checked steps."""
+    # Nothing zeroes the gradients of parameters that are in no optimizer, which is another finding.
+    outside = int(history.facts.get("without_optimizer", {}).get("count", 0))
+    trainable = max(int(history.facts.get("trainable", 0)) - outside, 1)
+    return (history.curve(f"{CHECKS}/leftover_gradient_count").values - outside) / trainable
 
 
 def _sees_updates(history: History) -> bool:

@@ -560,6 +560,23 @@ def with_updates_at(updates: list[int], leftover: list[float]) -> History:
 
 
 @pytest.mark.parametrize(
+    ("leftover", "expected"),
+    [
+        ([4, 4, 4, 4], {"second-backward-pass"}),
+        ([0, 4, 4, 4], {"gradients-not-zeroed"}),
+        ([4, 0, 0, 0], set()),
+        ([1, 1, 1, 1], set()),
+    ],
+    ids=["second pass", "not zeroed", "a pass before the training", "a few parameters"],
+)
+def test_gradients_of_the_same_step_are_told_apart(leftover: list[int], expected: set[str]) -> None:
+    """Before the first reported pass of the first step, only another pass of this step has filled gradients."""
+    history = History({"trainable": 4})
+    history.add(5, {"training_checks/leftover_gradient_count": Series([1, 2, 3, 5], [*map(float, leftover)])})
+    assert {*ids(history)} & {"second-backward-pass", "gradients-not-zeroed"} == expected
+
+
+@pytest.mark.parametrize(
     ("updates", "leftover", "expected"),
     [
         ([], [4.0] * 5, {"optimizer-not-stepped": "critical"}),
