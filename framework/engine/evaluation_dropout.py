@@ -1,8 +1,10 @@
 """Dropout that stays active in evaluations: ``F.dropout(x)`` without ``training=self.training``."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn import functional
@@ -22,10 +24,20 @@ DROPOUTS = (
 )
 
 
-class EvaluationDropout:
-    """Finds functions of dropout that are active in the first call of a model within its first evaluation.
+class ActiveDropout(NamedTuple):
+    """Dropout that was active in an evaluation."""
 
-    Compiled models are not examined, nor those with modules of :data:`WITH_FAST_PATH`.
+    functions: set[str]
+    """Names of functions that the model calls with ``training=True``, or with a probability."""
+    unregistered: set[str]
+    """Classes of modules that the model calls, but does not register, so that ``model.eval()`` does not reach them."""
+
+
+class EvaluationDropout:
+    """Finds dropout that is active in the first call of a model within its first evaluation.
+
+    Registered modules that the script keeps in train mode are left out, since they drop on purpose. Compiled models are
+    not examined, nor those with modules of :data:`WITH_FAST_PATH`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,16 +45,16 @@ class EvaluationDropout:
         self._is_done = False
 
     @contextmanager
-    def watched(self) -> Iterator[set[str]]:
+    def watched(self) -> Iterator[ActiveDropout]:
         """Watch the first call of the model in the body, if it is in eval mode.
 
-        Yields a set, which then contains the names of the functions that were active.
+        Yields an object that then contains what was active.
         """
-        names: set[str] = set()
+        active = ActiveDropout(set(), set())
         if self._is_done or self._runs_differently():
-            yield names
+            yield active
             return
-        calls = _DropoutCalls(names)
+        calls = _DropoutCalls(active, {id(module) for module in self._model.modules()})
         entered = list[_DropoutCalls]()
 
         def enter(module: nn.Module, inputs: Any) -> None:
@@ -60,7 +72,7 @@ class EvaluationDropout:
             self._model.register_forward_hook(leave, always_call=True),
         ]
         try:
-            yield names
+            yield active
         finally:
             leave()
             for handle in handles:
@@ -72,11 +84,11 @@ class EvaluationDropout:
 
 
 class _DropoutCalls(TorchFunctionMode):
-    """Notes the names of active dropout functions that are called while it is entered."""
+    """Notes active dropout that is called while it is entered, by modules with these ids or by others."""
 
-    def __init__(self, names: set[str]) -> None:
+    def __init__(self, active: ActiveDropout, registered: set[int]) -> None:
         super().__init__()
-        self._names = names
+        self._active, self._registered = active, registered
 
     def __torch_function__(
         self,
@@ -87,8 +99,20 @@ class _DropoutCalls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if _is_active(func, args, kwargs):
-            self._names.add(func.__name__)
+            module = _calling_module()
+            if module is not None and id(module) not in self._registered:
+                self._active.unregistered.add(type(module).__name__)
+            elif module is None or not module.training:
+                self._active.functions.add(func.__name__)
         return func(*args, **kwargs)
+
+
+def _calling_module() -> nn.Module | None:
+    """Return the innermost module that runs a method, or ``None``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
 
 
 def _is_active(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """The hook manager: the interface between a training loop and the hooks of one strategy's run."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from ..hooks import (
     InterventionHook,
     MetricSink,
     RunInfo,
+    Severity,
     StatePart,
     Tap,
     TapOwner,
@@ -35,7 +36,7 @@ from ..state import TrainingState, optimizers_of
 from ..taps import TapSet
 from ..training import LossProbe, ObservedPass, Profiler, TrainingTask, without_graph
 from .commits import refuse_commits_for_closures
-from .evaluation_dropout import EvaluationDropout
+from .evaluation_dropout import ActiveDropout, EvaluationDropout
 from .failures import HookFailures
 from .hook_calls import HookCalls, optimizer_groups, with_gradients_borrowed
 from .hook_set import HookSet
@@ -258,17 +259,28 @@ class HookManager:
             compute = partial(with_gradients_borrowed, self.state, partial(function, self.task.model))
             with self._evaluation_dropout.watched() as active:
                 result = without_graph(name, compute, restored, self.task.differentiating)
-            active_dropouts.extend(sorted(active))
+            found.append(active)
             return result
 
-        active_dropouts = list[str]()
+        found = list[ActiveDropout]()
         result = self.run_isolated(name, run_in_eval_mode)
-        if active_dropouts and self.task.ranks.is_main:
-            step, names = self.state.loop.step, ", ".join(active_dropouts)
-            sentence = f"The model calls functions that drop elements in eval mode, too: {names}."
-            alert = Alert(sentence, metric="active_dropout", step=step, id="dropout-in-evaluation")
-            self.dispatch.report(alert, "evaluation", self.state.loop.epoch)
+        if self.task.ranks.is_main:
+            for active in found:
+                self._report_dropout(active)
         return result
+
+    def _report_dropout(self, active: ActiveDropout) -> None:
+        """Report dropout that is active in eval mode."""
+        functions = "The model calls functions that drop elements in eval mode, too"
+        modules = "The model drops elements in eval mode, too, in modules that model.eval() does not reach"
+        self._alert_dropout("active_dropout", functions, active.functions, "warning")
+        self._alert_dropout("unregistered_dropout", modules, active.unregistered, "info")  # a consequence
+
+    def _alert_dropout(self, metric: str, sentence: str, names: Set[str], severity: Severity) -> None:
+        if names:
+            loop, text = self.state.loop, f"{sentence}: {', '.join(sorted(names))}."
+            alert = Alert(text, metric=metric, step=loop.step, severity=severity, id="dropout-in-evaluation")
+            self.dispatch.report(alert, "evaluation", loop.epoch)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

@@ -280,14 +280,15 @@ class OptimizerReplaced(Detector):
 
 @DetectorRegistry.register
 class DropoutInEvaluation(Detector):
-    """Finds dropout functions that are active in eval mode."""
+    """Finds dropout that is active in eval mode."""
 
     name = "dropout-in-evaluation"
     symptom = "Validation numbers are worse than those in training, and differ from call to call"
     cause = (
         "The model calls functional.dropout, whose argument training is True by default, or "
         "scaled_dot_product_attention with dropout_p: both drop elements in eval mode, too. Pass "
-        "training=self.training, and dropout_p=self.dropout if self.training else 0.0."
+        "training=self.training, and dropout_p=self.dropout if self.training else 0.0. Or modules are in a list or "
+        "dict, where model.eval() does not reach them: use nn.ModuleList or nn.ModuleDict."
     )
     source = "torch.nn.functional.dropout: training (default True)"
     applies_to = "models that are evaluated in scope.evaluate, or by experiments, and are not compiled"
@@ -295,6 +296,17 @@ class DropoutInEvaluation(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the alert of the first evaluation."""
+        unregistered = history.alerts_of("evaluation", "unregistered_dropout")
+        if unregistered and not history.facts.get("unregistered", {}).get("count"):  # layers-not-registered has these
+            yield self.finding(
+                "warning",
+                int(unregistered[0]["step"] or 0),
+                "The model drops elements in eval mode, too, in modules that it does not register, so that "
+                "model.eval() does not reach them.",
+                "Use nn.ModuleList or nn.ModuleDict in place of a list or dict of modules.",
+                Evidence("evaluation/unregistered_dropout", 1, 0, "0"),
+                confidence=0.9,
+            )
         alerts = history.alerts_of("evaluation", "active_dropout")
         if not alerts:
             return

@@ -45,23 +45,47 @@ def test_active_functions_are_found(function, expected):
     torch.manual_seed(0)
     bare = model(inputs)
     torch.manual_seed(0)
-    with EvaluationDropout(model).watched() as names:
+    with EvaluationDropout(model).watched() as active:
         watched = model(inputs)
-    assert names == expected
+    assert active == (expected, set())
     assert torch.equal(watched, bare)
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
 
 
+class Listed(Applied):
+    """A model that calls dropout in modules of a list, which it does not register."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda module, x: module.modules_in_list[0](x))
+        self.modules_in_list = [nn.Dropout(), nn.Dropout()]
+
+
+def test_modules_that_are_not_registered_are_found():
+    model = Listed().eval()
+    with EvaluationDropout(model).watched() as active:
+        model(torch.ones(3, 4))
+    assert active == (set(), {"Dropout"})
+
+
+def test_dropout_that_the_script_keeps_is_left_out():
+    """As for estimates by Monte Carlo dropout: the module is in train mode, and model.eval() reaches it."""
+    model = Applied(lambda module, x: module.dropout(x)).eval()
+    model.dropout.train()
+    with EvaluationDropout(model).watched() as active:
+        model(torch.ones(3, 4))
+    assert active == (set(), set())
+
+
 def test_only_the_first_call_is_watched():
     model = Applied(lambda module, x: functional.dropout(x))
     found = EvaluationDropout(model)
-    with found.watched() as names:
+    with found.watched() as active:
         model.train()(torch.ones(1, 4))
-    assert names == set()
-    with found.watched() as names:
+    assert active == (set(), set())
+    with found.watched() as active:
         model.eval()(torch.ones(1, 4))
-    assert names == set()
+    assert active == (set(), set())
 
 
 def test_an_error_ends_the_watch():
@@ -79,22 +103,40 @@ def test_models_with_fast_paths_are_left_out():
     """Watching functions would disable the fast path of attention layers, which computes other bits."""
     layer = nn.TransformerEncoderLayer(4, 2, dropout=0.0, batch_first=True)
     model = nn.Sequential(layer, Applied(lambda module, x: functional.dropout(x))).eval()
-    with EvaluationDropout(model).watched() as names:
+    with EvaluationDropout(model).watched() as active:
         model(torch.ones(1, 3, 4))
-    assert names == set()
+    assert active == (set(), set())
 
 
-@pytest.mark.parametrize(("training", "expected"), [(True, ["dropout-in-evaluation"]), (False, [])])
-def test_the_doctor_names_active_dropout(training, expected, tmp_path):
-    """An evaluation of a custom loop is watched, and the finding has the step of the evaluation."""
+def findings_of(model, folder):
+    """Train a few steps, evaluate, and return the findings."""
     torch.manual_seed(0)
-    model = Applied(lambda module, x: functional.dropout(x, 0.5, module.training or training))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with loopscope.attach(model, optimizer, hooks=[], out=tmp_path / "run", loop="step", display="none") as scope:
+    with loopscope.attach(model, optimizer, hooks=[], out=folder, loop="step", display="none") as scope:
         for batch in scope.batches([torch.randn(8, 4)] * 3):
             scope.backward(model(batch).square().mean())
             optimizer.step()
             optimizer.zero_grad()
         scope.evaluate(lambda: {"val_loss": float(model(torch.ones(2, 4)).square().mean())})
-    found = scope.diagnose()
+    return scope.diagnose()
+
+
+@pytest.mark.parametrize(("training", "expected"), [(True, ["dropout-in-evaluation"]), (False, [])])
+def test_the_doctor_names_active_dropout(training, expected, tmp_path):
+    """An evaluation of a custom loop is watched, and the finding has the step of the evaluation."""
+    found = findings_of(
+        Applied(lambda module, x: functional.dropout(x, 0.5, module.training or training)), tmp_path / "run"
+    )
     assert [item.id for item in found if item.id == "dropout-in-evaluation"] == expected
+
+
+@pytest.mark.parametrize("holds_weights", [True, False])
+def test_unregistered_dropout_has_one_finding(holds_weights, tmp_path):
+    """A list of blocks with weights is one mistake, and no function is blamed for it."""
+    model = Listed()
+    if holds_weights:
+        model.modules_in_list = [nn.Sequential(nn.Linear(4, 4), nn.Dropout()) for _ in range(2)]
+    found = {item.id: item for item in findings_of(model, tmp_path / "run")}
+    assert ("layers-not-registered" in found) is holds_weights
+    assert ("dropout-in-evaluation" in found) is not holds_weights
+    assert not any("functional.dropout" in item.why for item in found.values())
