@@ -76,7 +76,7 @@ def result_line(summary: Mapping[str, Any]) -> Text:
         for name, value in final_numbers(summary).items()
     )
     reached, ending = summary["target_reached"], summary["status"]
-    lost = lost_rows_text(summary)
+    lost = "; ".join(filter(None, [failed_hooks_text(summary), lost_rows_text(summary)]))
     if ending not in TRAINED and summary.get("last_lr") is not None:  # which a record of whole epochs does not show
         numbers += f", lr {number_text(summary['last_lr'])}"
     if ending in TRAINED:
@@ -118,6 +118,15 @@ def place_text(epoch: int, step: int) -> str:
     ('epoch 1, step 90', 'step 401')
     """
     return f"epoch {epoch:,}, step {step:,}" if epoch else f"step {step:,}"
+
+
+def failed_hooks_text(summary: Mapping[str, Any]) -> str:
+    """Return which hooks the run has lost, since they raised, or an empty text."""
+    steps = {error["hook"]: error.get("step") for error in reversed(summary.get("hook_errors", ()))}
+    if not steps or summary.get("error"):  # that of a hook which ended the run
+        return ""
+    texts = [name if step is None else f"{name} (at step {step:,})" for name, step in reversed(steps.items())]
+    return f"without {', '.join(texts)}, which raised"
 
 
 def lost_rows_text(summary: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from ..hooks import HookPoint, InterventionHook, TrainingHook
 from ..state import explain_nondeterminism
 from .error_advice import advice_on_error, called_method
 
+OnError = Literal["raise", "skip", "auto"]
 LOAD = "load_state_dict"
 CALLED_BEFORE_RUN = ("describe_metrics", "start", "taps")
 """Calls in which a :class:`UsageError` of a hook refuses the run."""
@@ -50,11 +51,12 @@ class Failure:
 class HookFailures:
     """Decides whether a hook failure ends the run (see :class:`HookManager`), and records all failures.
 
-    A hook that was enabled by a group, not by name, is dropped if it raises. A hook that was enabled by name ends the
-    run.
+    A hook that was enabled by a group, not by name, is dropped if it raises. For a hook that was enabled by name,
+    ``on_error`` decides: ``"raise"`` ends the run, ``"skip"`` drops the hook, and ``"auto"`` drops it unless it
+    commits, since the run is then another one, or reports unsuitable input by the end of the first step.
     """
 
-    on_error: Literal["raise", "skip"]
+    on_error: OnError
     required: set[str]
     errors: list[dict[str, Any]] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -91,7 +93,7 @@ class HookFailures:
             raise error
         if where in CALLED_BEFORE_RUN and isinstance(error, UsageError):
             raise error
-        if self.on_error == "skip":
+        if self._drops(hook, step, error):
             full_stop = "" if advice else "."
             warn(f"{message}{full_stop} The run continues without this hook.", stacklevel=3)
             return Failure(hook.name, where, step, message, "skipped")
@@ -108,6 +110,12 @@ class HookFailures:
             raise failure
         self.pending = self.pending or failure
         return Failure(hook.name, where, step, message, "held back")
+
+    def _drops(self, hook: TrainingHook, step: int, error: BaseException) -> bool:
+        if self.on_error == "auto":
+            commits = isinstance(hook, InterventionHook) and bool(hook.commits)
+            return not commits and not (step <= 1 and isinstance(error, LoopscopeError))
+        return self.on_error == "skip"
 
     def leave_out(self, hook: TrainingHook, where: str, step: int, sentence: str) -> Failure:
         """Record why a hook is left out, and warn."""
@@ -141,7 +149,7 @@ class HookFailures:
         errors, left_out = self.earlier
         left_out = {name: reason for name, reason in left_out.items() if name not in self.required}
         self.left_out |= {name: reason for name, reason in left_out.items() if name not in self.left_out}
-        if self.on_error == "skip":
+        if self.on_error != "raise":
             self.errors[:] = map(dict, errors)
         return {*left_out, *(error["hook"] for error in self.errors)}
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from ..taps import TapSet
 from ..training import LossProbe, ObservedPass, Profiler, TrainingTask, without_graph
 from .commits import refuse_commits_for_closures
 from .evaluation_dropout import ActiveDropout, EvaluationDropout
-from .failures import HookFailures
+from .failures import HookFailures, OnError
 from .hook_calls import HookCalls, optimizer_groups, with_gradients_borrowed
 from .hook_set import HookSet
 from .log import log
@@ -62,7 +62,8 @@ class HookManager:
         required: names of the hooks that must run (default: all). Other hooks are left out if they do not support the
             model, or raise.
         left_out: reasons of hooks that could not be constructed, by name.
-        on_error: ``"raise"`` ends the run at the first hook that raises, ``"skip"`` continues without that hook.
+        on_error: ``"raise"`` ends the run at the first hook that raises, ``"skip"`` continues without that hook,
+            ``"auto"`` continues without it unless it commits.
         audit: compare every byte of the training state before and after every call.
         check_every_call: do not let calls of loopscope's own hooks share checks.
         guardian_device: the device of the copies that undo interventions (``None``: the device of the state).
@@ -83,7 +84,7 @@ class HookManager:
         required: Collection[str] | None = None,
         left_out: Mapping[str, str] = {},
         sinks: Sequence[MetricSink] = (),
-        on_error: Literal["raise", "skip"] = "raise",
+        on_error: OnError = "raise",
         audit: bool = False,
         check_every_call: bool = False,
         guardian_device: torch.device | None = None,

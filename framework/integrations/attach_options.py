@@ -79,7 +79,7 @@ class AttachArguments(TypedDict, total=False):
     seed: int
     audit: bool
     check_every_call: bool
-    on_hook_error: Literal["raise", "skip"]
+    on_hook_error: Literal["raise", "skip", "auto"]
     profile_hooks: bool
     guardian_device: str | None
     hook_offload_state: bool
@@ -93,6 +93,7 @@ class AttachArguments(TypedDict, total=False):
 class AttachOptions(RunSettings):
     """The settings of every run, and further options of an attached one; :func:`.attach` describes them."""
 
+    on_hook_error: Literal["raise", "skip", "auto"] = "auto"
     hooks: Sequence[HookChoice] = ()
     hook_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     schedules: Mapping[str, StepSchedule] = field(default_factory=dict)

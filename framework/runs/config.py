@@ -88,7 +88,8 @@ class RunSettings:
 
     Args:
         with_hooks: hook group: none, minimal, health, observers, interventions or full; default: the experiment's.
-        on_hook_error: end the run with a checkpoint (raise), or continue without the hook (skip).
+        on_hook_error: end the run with a checkpoint (raise), continue without the hook (skip), or do so unless it
+            commits (auto).
         audit_hooks: digest the complete training state before and after every hook call.
         check_every_call: check each call of loopscope's own hooks alone, not several together.
         profile_hooks: write each hook's time and memory to summary.json.
@@ -99,7 +100,7 @@ class RunSettings:
     """
 
     with_hooks: str | None = None
-    on_hook_error: Literal["raise", "skip"] = "raise"
+    on_hook_error: Literal["raise", "skip", "auto"] = "raise"
     audit_hooks: bool = False
     check_every_call: bool = False
     profile_hooks: bool = False
@@ -117,7 +118,7 @@ class RunSettings:
             value = getattr(self, item.name)
             is_wrong = item.type in (bool, "bool") and not isinstance(value, bool)
             require(not is_wrong, f"{item.name} is {value!r}; it must be True or False.")
-        if self.on_hook_error not in (words := ("raise", "skip")):
+        if self.on_hook_error not in (words := ("raise", "skip", "auto")):
             raise unknown("value of on_hook_error:", str(self.on_hook_error), words)
 
 

@@ -61,7 +61,7 @@ def outcome(row: Row) -> Outcome:
         bare = trainings(row, Path(folder, "bare"), hooks=False)
         if errors := [result["error"] for result in bare if result["error"]]:
             return Outcome(row, "fails", f"without hooks: {errors[0]}")
-        hooked = trainings(row, Path(folder, "hooks"), hooks=True)
+        hooked = trainings(row, Path(folder, "hooks"), hooks=True, on_hook_error="raise")
         failures = [result["error"] for result in hooked if result["error"].startswith("HookError")]
         if not failures:
             return compared(row, bare, hooked)

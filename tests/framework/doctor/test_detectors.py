@@ -569,7 +569,7 @@ def with_updates_at(updates: list[int], leftover: list[float]) -> History:
     ],
     ids=["second pass", "not zeroed", "a pass before the training", "a few parameters"],
 )
-def test_gradients_of_the_same_step_are_told_apart(leftover: list[int], expected: set[str]) -> None:
+def test_gradients_of_the_same_step_are_distinguished(leftover: list[int], expected: set[str]) -> None:
     """Before the first reported pass of the first step, only another pass of this step has filled gradients."""
     history = History({"trainable": 4})
     history.add(5, {"training_checks/leftover_gradient_count": Series([1, 2, 3, 5], [*map(float, leftover)])})

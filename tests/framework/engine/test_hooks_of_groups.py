@@ -325,7 +325,7 @@ def test_attach_drops_a_failing_hook_of_a_group(tmp_path, where: str) -> None:
         assert summary["status"] == "completed"
         for named in ({"hooks": ["late"]}, {"with_hooks": "observers", "hooks": ["late"]}):
             with pytest.raises((HookError, UsageError), match=r"'late'.*cannot "):
-                attached(tmp_path / str(len(named)), **named)
+                attached(tmp_path / str(len(named)), on_hook_error="raise", **named)
 
 
 @pytest.mark.parametrize("where", ["compute", "__init__"])

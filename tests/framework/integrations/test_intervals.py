@@ -69,7 +69,7 @@ def test_failed_loop_ends_without_a_snapshot(tmp_path):
     spy = at(SpyHook, HookPoint.SNAPSHOT)()
     failing = at(SpyHook, HookPoint.POST_STEP, name="failing")(lambda ctx: 1 / (5 - ctx.step))
     with pytest.raises(HookError):
-        trained(tmp_path, [spy, failing])
+        trained(tmp_path, [spy, failing], on_hook_error="raise")
     assert not spy.seen
 
 

@@ -139,11 +139,11 @@ def train(make: Make, loss: Any, *, dtype: torch.dtype = torch.float32, **option
 
 
 def run_with(
-    hook: str, make: Make, loss: Any, out: Any, *, method: str = "auto", display: str = "normal"
+    hook: str, make: Make, loss: Any, out: Any, *, method: str = "auto", **more: Any
 ) -> tuple[dict[str, Any], nn.Module]:
     """Train with a hook; return its last metrics and the model."""
     options = {hook: FEW_PASSES[hook] | {"method": method} | ({"burst_length": 3} if hook == "hessian" else {})}
-    scope, model = train(make, loss, hooks=[hook], hook_options=options, out=out, display=display)
+    scope, model = train(make, loss, hooks=[hook], hook_options=options, out=out, **{"display": "normal", **more})
     return scope.last_metrics(), model
 
 
@@ -179,7 +179,7 @@ def test_inexact_products_are_refused_by_name(name: str, tmp_path: Any) -> None:
     make, loss, reason = INEXACT[name]
     sentence = f"Hook 'hessian' has method='exact', but .*{reason}.*; set hessian.method to 'auto' or"
     with pytest.raises(HookError, match=sentence):
-        run_with("hessian", make, loss, tmp_path, method="exact", display="none")
+        run_with("hessian", make, loss, tmp_path, method="exact", display="none", on_hook_error="raise")
 
 
 def products(make: Make, loss: Any, dtype: torch.dtype, method: str, out: Any) -> Tensor:
