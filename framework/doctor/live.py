@@ -39,6 +39,8 @@ class LiveDiagnosis(MetricSink):
 
     def __init__(self) -> None:
         self.history = History()
+        self.has_critical = False
+        """Whether a reported finding of the newest diagnosis is critical."""
         self._next_step = 0
         self._reported: dict[str, str] = {}  # the severity of each reported finding, by id
         self._first_seen: dict[str, int] = {}  # the step since which a finding has been in every diagnosis, by id
@@ -94,6 +96,7 @@ class LiveDiagnosis(MetricSink):
             if has_lasted and self._reported.get(name) not in (finding.severity, "critical"):
                 self._reported[name] = finding.severity
                 report(finding)
+        self.has_critical = any(findings[name].severity == "critical" for name in self._reported.keys() & findings)
         self._withdraw(findings)
 
     def _withdraw(self, findings: Mapping[str, Finding], *, at_once: bool = False) -> None:

@@ -162,6 +162,11 @@ class AttachedLoop:
                 raise UnsuitableError(sentence)
 
     @property
+    def ranks(self) -> Ranks:
+        """The ranks that train together, known once the run is built."""
+        return self._ranks
+
+    @property
     def path(self) -> Path:
         """The folder of the run, which all ranks know."""
         return self._folder_choice.folder.path

@@ -73,6 +73,15 @@ class AttachedScope(JupyterMixin):
         newest = self._attached.manager.dispatch.last(point) if self._attached.is_built else {}
         return {name: value.item() if isinstance(value, Tensor) else value for name, value in newest.items()}
 
+    @property
+    def should_stop(self) -> bool:
+        """Whether the doctor has reported a critical finding that still holds, such as a loss that is NaN.
+
+        Read it between two steps, and end the loop if it is true; ranks that train together all read it.
+        """
+        attached = self._attached
+        return attached.is_started and attached.ranks.agree(attached.run.diagnosis.has_critical)
+
     def diagnose(self, *, test: bool = False, branches: int = 4, steps: int = 10) -> Diagnosis:
         """Return the findings about the training up to now, most important first; ``print`` shows them.
 
