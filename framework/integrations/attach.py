@@ -17,7 +17,7 @@ from ..errors import require
 from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedule
 from ..preserved_streams import preserved_streams
 from ..training import Ranks, takes_closure
-from .argument_checks import check_accelerator, check_path, check_scheduler
+from .argument_checks import check_accelerator, check_path, check_scheduler, with_checked_names
 from .attach_options import AttachArguments, AttachOptions, DisplayMode, HookChoice, HookGroup
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
@@ -41,6 +41,7 @@ def attach(
 ) -> Scope: ...
 @overload
 def attach(target: HuggingFaceTrainer | LightningTrainer, **options: Unpack[AttachArguments]) -> AttachedScope: ...
+@with_checked_names
 def attach(
     target: Any,
     optimizer: Any = None,
