@@ -54,6 +54,7 @@ class RunConsole(Display):
         recorded: whether a sink keeps all metrics.
         until: the last step to train, if it is earlier than the end of the task.
         label: the text before the progress bar, in place of the name of the run.
+        bar: show a progress bar; a Trainer has its own.
         warnings: the class of warnings to show; others are passed to the previous ``showwarning``.
         console: the output; by default standard output.
         clock: returns the time in seconds.
@@ -69,6 +70,7 @@ class RunConsole(Display):
         recorded: bool = False,
         until: int | None = None,
         label: str = "",
+        bar: bool = True,
         warnings: type[Warning] = Warning,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -76,7 +78,7 @@ class RunConsole(Display):
         self.console = console or make_console()
         self._live_metrics = live_metrics or {}
         self._recorded, self._warnings = recorded, warnings
-        self._until, self._label = until, label
+        self._until, self._label, self._bar = until, label, bar
         self._compared_to = compared_to or {}
         self._clock = clock
         self._no_screen = mode == "live" and not supports_full_screen(self.console)
@@ -132,9 +134,9 @@ class RunConsole(Display):
         shown_hooks = hook_names if self._mode == "verbose" else ""
         self._hooks = names
         self._print(tables.strategy_header(run, task, shown_hooks, self._numbers.metrics, self.console.width))
-        if self._mode == "none":
-            return NoProgress()
         self._stop_progress()
+        if self._mode == "none" or not self._bar:
+            return NoProgress()
         shown_name = self._label or name
         view: View
         is_normal = self._prints_lines

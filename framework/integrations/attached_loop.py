@@ -238,7 +238,7 @@ class AttachedLoop:
     def _create_manager(self, task: TrainingTask, state: TrainingState) -> HookManager:
         """Create the manager of the hooks, the display, and the reference solution."""
         options, is_recorded = self.options, any(sink.keeps for sink in self.options.create_sinks())
-        self._console = RunConsole(options.display, recorded=is_recorded, warnings=RunNotice)
+        self._console = RunConsole(options.display, recorded=is_recorded, bar=self._bar, warnings=RunNotice)
         reference = None if options.reference is None else load_reference(options.reference, task.model).weights
         return create_manager(
             options,
@@ -301,8 +301,7 @@ class AttachedLoop:
                 attempt(action)  # so that the first error is reported
             raise
         self.is_started, _OPEN[self.path.resolve()] = True, self
-        progress = self.run.show_progress()
-        self._progress = progress if self._bar else NoProgress()
+        self._progress = self.run.show_progress()
         if self.options.loop == "step" and self._stored is None:
             self.driver.begin_interval()
         self.run.training_started_at = perf_counter()
