@@ -392,3 +392,16 @@ def test_remarks_are_not_shown_at_the_end():
     console = captured(terminal=False)
     RunConsole(console=console).strategy_ended({**SUMMARY, "findings": [{**PROBLEM, "severity": "info"}]})
     assert len(console.file.getvalue().splitlines()) == 1
+
+
+@pytest.mark.parametrize("mode", ["normal", "silent"])
+def test_trainers_have_their_own_bar(mode):
+    """Without a bar nothing is drawn on a terminal after the header, where that of the Trainer follows."""
+    console = captured(terminal=True)
+    with RunConsole(mode, console=console, bar=False) as shown:
+        task, state = build(Case(loop="step"), steps=40)
+        progress = shown.strategy_started(run_info(Path("out"), loop="step"), task, [])
+        header = console.file.getvalue()
+        progress.step(state.loop)
+    assert console.file.getvalue() == header
+    assert "━" not in header
