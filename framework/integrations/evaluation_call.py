@@ -5,6 +5,8 @@ from typing import Any, Protocol
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ..isolation import VISITS
+
 
 class Switch(Protocol):
     """Something that is on or off."""
@@ -22,7 +24,8 @@ class EvaluationCall:
     def __init__(self, model: nn.Module | None = None, hook_calls: Switch | None = None) -> None:
         self._model, self._hook_calls = model, hook_calls
         self.is_in_train_mode = False
-        self._handle = None if model is None else register_module_forward_pre_hook(self._record)
+        with VISITS:
+            self._handle = None if model is None else register_module_forward_pre_hook(self._record)
 
     def _record(self, module: nn.Module, inputs: Any) -> None:
         if module is self._model and not (self._hook_calls is not None and self._hook_calls.is_on):
@@ -32,4 +35,5 @@ class EvaluationCall:
     def stop(self) -> None:
         """Remove the hook, if any; further calls do nothing."""
         if self._handle is not None:
-            self._handle.remove()
+            with VISITS:
+                self._handle.remove()

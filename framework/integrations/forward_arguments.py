@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ..isolation import VISITS
 from .evaluation_call import Switch
 
 
@@ -33,12 +34,14 @@ class ForwardArguments:
     def arm(self) -> None:
         """Wait for the next pass."""
         if self._handle is None and not self._is_given_up:
-            self._handle = register_module_forward_pre_hook(self._note)
+            with VISITS:
+                self._handle = register_module_forward_pre_hook(self._note)
 
     def disarm(self) -> None:
         """Wait no longer."""
         if self._handle is not None:
-            self._handle.remove()
+            with VISITS:
+                self._handle.remove()
             self._handle = None
 
     def after_backward(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from inspect import getclosurevars
 from itertools import count
+from threading import get_ident
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..data import Batch
 from ..errors import require
-from ..isolation import undone_in_modules
+from ..isolation import VISITS, undone_in_modules
 from ..state import FullSharding, Structure, TrainingState, tensors_of
 from ..training import LossProbe, ObservedPass, Profiler, TrainingTask
 from .attach_options import Loss
@@ -64,7 +65,7 @@ def modules_of_loss(
     found: list[nn.Module] = []
     leaves: list[weakref.ref[Tensor]] = []
     seen, completed = ObservedPass(), None
-    with suppress(Exception), _changed_collected(loss, known, found), _collected(known, found):
+    with VISITS, suppress(Exception), _changed_collected(loss, known, found), _collected(known, found):
         with seen.observe(state.model):
             value = LossProbe(task, state, Profiler()).loss_with_graph(batch)
         leaves = [weakref.ref(leaf) for leaf in leaves_of(value)]
@@ -103,10 +104,12 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
 def _collected(known: set[int], found: list[nn.Module]) -> Iterator[None]:
     """Append the outermost unknown modules that the body calls to ``found``; undo their changes."""
     inner: set[int] = set()
+    thread = get_ident()
     with ExitStack() as stack:
 
         def collect(module: nn.Module, inputs: Any) -> None:
-            if id(module) not in known and id(module) not in inner:
+            # Other threads may train other models, whose modules are none of this loss.
+            if get_ident() == thread and id(module) not in known and id(module) not in inner:
                 inner.update(map(id, module.modules()))
                 found.append(unwrap(module)[0])
                 stack.enter_context(undone_in_modules([module]))

@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..isolation import VISITS
 from ..state import Transient
 from .evaluation_call import Switch
 
@@ -27,12 +28,14 @@ class OtherOptimizers(Transient):
     def watch(self) -> None:
         """Watch the steps from now on; further calls do nothing."""
         if self._handle is None:
-            self._handle = register_optimizer_step_post_hook(self)
+            with VISITS:
+                self._handle = register_optimizer_step_post_hook(self)
 
     def stop(self) -> None:
         """Stop watching."""
         if self._handle is not None:
-            self._handle.remove()
+            with VISITS:
+                self._handle.remove()
 
     def __call__(self, optimizer: Optimizer, inputs: Any, options: Any) -> None:
         """Report the step of another optimizer: torch calls this after every step."""

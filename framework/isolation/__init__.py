@@ -9,11 +9,12 @@ from .borrowing import (
     borrowed_weights,
     suspended_accumulation_hooks,
 )
-from .gate import Call, Isolation, is_shipped
+from .gate import VISITS, Call, Isolation, is_shipped
 from .guardian import LightStateCopy, StateCopy
 from .undone import undone_in_attributes, undone_in_modules, undone_pass
 
 __all__ = [
+    "VISITS",
     "Call",
     "Isolation",
     "LightStateCopy",

@@ -31,8 +31,11 @@ Result = TypeVar("Result")
 # Most mutations appear in the first calls. Later calls share one rest check at the end of the visit, except call
 # numbers that are powers of two: that also finds late mutations that do not increment a tensor's version counter.
 CALLS_CHECKED_ALONE = 3
-_VISITS = threading.RLock()
-"""Held during a visit, since trainings in several threads share the random generators and settings of the process."""
+VISITS = threading.RLock()
+"""Held during a visit or a call in a pass, and while hooks on all modules or optimizers are registered or removed.
+
+Trainings in several threads share the random generators, the settings and these hooks of the process.
+"""
 
 
 @cache
@@ -131,7 +134,7 @@ class Isolation:
 
     def start_visit(self) -> None:
         """Save the run's random streams and take the baseline of every check."""
-        _VISITS.acquire()
+        VISITS.acquire()
         self._holds_lock = True
         self._has_threads, self._derived_streams = bool(threads_of_script()), None
         self._saved_streams, self._derivations = self.streams.save(), self.streams.derivations
@@ -168,7 +171,7 @@ class Isolation:
             finally:
                 if self._holds_lock:
                     self._holds_lock = False
-                    _VISITS.release()
+                    VISITS.release()
 
     def _derive(self, call: Call) -> None:
         """Start the random stream of a call; the run's streams include what other threads have drawn until here."""
@@ -286,11 +289,13 @@ class Isolation:
 
         The baseline is taken immediately before, since the pass itself changes the state between such calls.
         """
-        NODE_HOOKS.start()
-        try:
-            return self._observe_from_here(call, function)
-        finally:
-            NODE_HOOKS.stop()
+        # A visit of this run may wait for a pass whose functions autograd calls in other threads.
+        with nullcontext() if self._holds_lock else VISITS:
+            NODE_HOOKS.start()
+            try:
+                return self._observe_from_here(call, function)
+            finally:
+                NODE_HOOKS.stop()
 
     def _observe_from_here(self, call: Call, function: Callable[[], Result]) -> Result:
         tripwire, audit = self._pass_checkers

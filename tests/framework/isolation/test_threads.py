@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from loopscope.hooks import HookPoint, HookRegistry
+from loopscope.integrations.evaluation_call import EvaluationCall
 from loopscope.isolation import Isolation
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import module as module_hooks
 
 from tests.support import SpyHook, at
 
@@ -65,7 +67,7 @@ def test_hook_that_draws_during_a_thread_is_reported(tmp_path: Path, capfd: pyte
     assert "runs while hooks or evaluations draw random numbers" in " ".join("".join(capfd.readouterr()).split())
 
 
-def train_alone(seed: int, folder: Path | None) -> Tensor:
+def train_alone(seed: int, folder: Path | None, group: str) -> Tensor:
     """Train without random numbers, with hooks if a folder is given."""
     generator = torch.Generator().manual_seed(seed)
     net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
@@ -75,7 +77,7 @@ def train_alone(seed: int, folder: Path | None) -> Tensor:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     data = [(torch.randn(16, 8, generator=generator), torch.arange(16) % 3) for _ in range(15)]
     loss_of = lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])
-    options = {"with_hooks": "health", "loss": loss_of, "display": "none"}
+    options = {"with_hooks": group, "loss": loss_of, "display": "none"}
     scope = loopscope.attach(net, optimizer, out=folder / str(seed), **options) if folder else None
     for batch in scope.batches(data) if scope else data:
         loss = loss_of(net, batch)
@@ -88,11 +90,66 @@ def train_alone(seed: int, folder: Path | None) -> Tensor:
 
 
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
-def test_trainings_in_two_threads_are_independent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", ["health", "observers"])
+def test_trainings_in_two_threads_are_independent(tmp_path: Path, group: str) -> None:
     """Two trainings with hooks, in two threads, have the weights of those without hooks."""
     with ThreadPoolExecutor(2) as pool:
-        bare, ours = (list(pool.map(partial(train_alone, folder=place), (1, 2))) for place in (None, tmp_path))
+        bare, ours = (
+            list(pool.map(partial(train_alone, folder=place, group=group), (1, 2))) for place in (None, tmp_path)
+        )
     assert all(map(torch.equal, bare, ours))
+
+
+def test_model_of_another_thread_is_left_alone(tmp_path: Path) -> None:
+    """A model that another thread calls while a hook computes a loss is no module of the loss: nothing is undone."""
+    net, other, calls = nn.Linear(4, 2), nn.BatchNorm1d(4), list[int]()
+    waiting: queue.Queue[Tensor] = queue.Queue()
+
+    def serve() -> None:
+        while True:
+            other(waiting.get())
+            waiting.task_done()
+
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        calls.append(len(batch))
+        waiting.put(batch)
+        waiting.join()
+        return model(batch).square().mean()
+
+    threading.Thread(target=serve, daemon=True).start()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    options: dict[str, Any] = {"hooks": ["hessian"], "loss": loss_of, "display": "none"}
+    with loopscope.attach(net, optimizer, out=tmp_path / "run", **options) as scope:
+        for batch in scope.batches([torch.randn(8, 4) for _ in range(3)]):
+            scope.backward(loss_of(net, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert other.num_batches_tracked.item() == len(calls) > 3
+
+
+def test_hooks_on_all_modules_wait_for_visits(tmp_path: Path) -> None:
+    """Another run's hook on all modules appears after a visit, so that no hook of this run is blamed for it."""
+    net, threads = nn.Linear(4, 2), list[threading.Thread]()
+
+    def compute(ctx: Any) -> dict[str, float]:
+        threads.append(threading.Thread(target=EvaluationCall, args=(nn.Linear(1, 1),)))
+        threads[-1].start()
+        threads[-1].join(0.1)
+        return {"waits": float(threads[-1].is_alive())}
+
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    spy = at(SpyHook, HookPoint.POST_STEP)(compute)
+    try:
+        with loopscope.attach(net, optimizer, hooks=[spy], out=tmp_path / "run", display="none") as scope:
+            for batch in scope.batches([torch.randn(8, 4) for _ in range(3)]):
+                scope.backward(net(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        for thread in threads:
+            thread.join()
+        assert len(threads) == 3
+    finally:
+        module_hooks._global_forward_pre_hooks.clear()
 
 
 def test_hooks_without_a_stream_draw_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
