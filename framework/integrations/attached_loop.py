@@ -122,8 +122,8 @@ class AttachedLoop:
         self._stored: StoredState | None = None
         self._at_exit: Ending = self.end
         self.is_built = self.is_started = self.is_closed = self._has_ended_training = False
-        self._has_noticed_draws = self._has_noticed_train_mode = False
-        self._has_noticed_unnamed = False
+        self._has_noticed_draws = self._has_noticed_unnamed = False
+        self._has_noticed_train_mode = self._has_noticed_eval_mode = False
         self._inner_results: list[Any] | None = None
         """The results of evaluations within the one in progress, if any."""
         self.settings: Mapping[str, Any] = {}
@@ -563,6 +563,22 @@ class AttachedLoop:
         has_modes = bool(facts.get("dropouts") or facts.get("batchnorms"))
         runs_differently = task.compiled or is_compiled(task.model) or isinstance(task.model, WITH_FAST_PATH)
         return has_modes and not runs_differently and not self._has_noticed_train_mode
+
+    def can_notice_left_mode(self) -> bool:
+        """Return whether an isolated evaluation would hide that it leaves a training model in eval mode."""
+        facts = self.run.record.facts if self.is_started else {}
+        has_modes = bool(facts.get("dropouts") or facts.get("batchnorms"))
+        is_hidden = self.options.isolate_evaluation and self.manager.task.model.training
+        return has_modes and is_hidden and not self._has_noticed_eval_mode
+
+    def report_left_mode(self) -> None:
+        """Report, once per run, that an evaluation has left the model in eval mode, which the scope has undone."""
+        self._has_noticed_eval_mode = True
+        if self._ranks.is_main:
+            loop = self.driver.loop
+            sentence = "The evaluation left the model in eval mode; scope.evaluate has restored train mode."
+            alert = Alert(sentence, metric="eval_mode_left", step=loop.step, id="model-in-eval-mode")
+            self.manager.dispatch.report(alert, "evaluation", loop.epoch)
 
     def report_train_mode(self) -> None:
         """Report, once per run, that an evaluation has run the model in train mode."""

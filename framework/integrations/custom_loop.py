@@ -17,7 +17,7 @@ from ..errors import RunNotice, UsageError, notice, require, warn
 from ..hooks import Alert, HookPoint
 from ..state import Transient, uncompiled, visited
 from .attached_loop import AttachedLoop, Result
-from .evaluation_call import EvaluationCall
+from .evaluation_call import EvaluationCall, LeftMode
 from .forward_arguments import ForwardArguments
 from .gradient_unscaling import unscaled_gradients
 from .other_optimizers import OtherOptimizers
@@ -126,6 +126,7 @@ class CustomLoop(Transient):
         self._evaluations = 0
         """The evaluations of the closure in the step so far."""
         self._hook_calls = attached.hook_calls = HookCalls()
+        self._left_mode = LeftMode(attached.driver.task.model, self._hook_calls, attached.report_left_mode)
         self.arguments: ForwardArguments | None = None
         """Finds the batches, until the loop reports batches of tensors."""
         self._passed: Batch = NO_ROWS  # the arguments of the newest pass
@@ -454,6 +455,8 @@ class CustomLoop(Transient):
     def evaluate(self, function: Callable[[], Result]) -> Result:
         """Return the result of an evaluation, isolated from the training unless the options say otherwise."""
         self._evaluation_call.stop()
+        if self._attached.can_notice_left_mode():
+            self._left_mode.watch()
         return self._attached.evaluate(function)
 
     def end_epoch(self, numbers: Mapping[str, float]) -> None:
@@ -484,6 +487,7 @@ class CustomLoop(Transient):
             self.arguments.disarm()
         self._others.stop()
         self._evaluation_call.stop()
+        self._left_mode.stop()
         try:
             if status == "completed" and self._has_no_step_left:
                 self.start_without_steps()
@@ -545,6 +549,7 @@ class CustomLoop(Transient):
             return
         if not self._running[index].enter(sys._getframe(1)):
             return
+        self._left_mode.at_update()
         if self._is_in_backward:
             self._stepped_in_backward = True
             self._warn_once(

@@ -1,6 +1,8 @@
-"""The first call of a model after the data of an epoch, which is probably its evaluation."""
+"""What evaluations do to the mode of a model: the mode in which they call it, and the mode in which they leave it."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -37,3 +39,56 @@ class EvaluationCall:
         if self._handle is not None:
             with VISITS:
                 self._handle.remove()
+
+
+class LeftMode:
+    """Reports if code outside of hooks leaves the model in eval mode from an evaluation to the next update.
+
+    ``scope.evaluate`` restores the mode, which would hide a missing ``model.train()``. The calls are seen at
+    ``nn.Module.train``, which ``eval()`` calls, too; it is replaced while any training watches.
+    """
+
+    _watching: ClassVar[list["LeftMode"]] = []  # of all trainings of the process, which may run in several threads
+    _train: ClassVar[Callable[..., nn.Module]] = nn.Module.train
+
+    def __init__(self, model: nn.Module, hook_calls: Switch, report: Callable[[], None]) -> None:
+        self._model, self._hook_calls, self._report = model, hook_calls, report
+        self._is_eval = False
+
+    def watch(self) -> None:
+        """Start to watch, with no known call; a second call does nothing."""
+        with VISITS:
+            if self in self._watching:
+                return
+            self._is_eval = False
+            if not self._watching:
+                LeftMode._train = nn.Module.train
+                nn.Module.train = _noted_train  # type: ignore[method-assign]
+            self._watching.append(self)
+
+    def note(self, module: nn.Module, *, train: bool) -> None:
+        """Note a call of ``train``."""
+        if module is self._model and not self._hook_calls.is_on:
+            self._is_eval = not train
+
+    def at_update(self) -> None:
+        """Stop, and report if the last call has set eval mode."""
+        if self._watching and self in self._watching:
+            self.stop()
+            if self._is_eval:
+                self._report()
+
+    def stop(self) -> None:
+        """Stop watching; further calls do nothing."""
+        with VISITS:
+            if self in self._watching:
+                self._watching.remove(self)
+                if not self._watching and nn.Module.train is _noted_train:
+                    nn.Module.train = LeftMode._train  # type: ignore[method-assign]
+
+
+@wraps(nn.Module.train)
+def _noted_train(module: nn.Module, mode: bool = True) -> nn.Module:
+    for watching in [*LeftMode._watching]:
+        watching.note(module, train=mode)
+    return LeftMode._train(module, mode)

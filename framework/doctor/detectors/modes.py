@@ -36,16 +36,18 @@ class EvalModeInTraining(Detector):
     symptom = "Dropout and batch normalisation have no effect"
     cause = (
         "The model is in eval mode in its training steps: model.train() is missing, before the training or after an "
-        "evaluation. Models of from_pretrained are in eval mode at first."
+        "evaluation. Models of from_pretrained are in eval mode at first. It is also reported if only scope.evaluate "
+        "restores train mode."
     )
     source = "torch.nn.Module.eval"
     needs = (CHECKS,)
     explains = frozenset({"batchnorm-frozen"})
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the model was in eval mode at a checked step."""
+        """Return a finding if the model was in eval mode at a checked step, or would be without ``scope.evaluate``."""
         curve = history.curve(f"{CHECKS}/model_in_eval")
         if not curve.last > 0:
+            yield from self._hidden(history)
             return
         layers = []
         if history.facts.get("dropouts"):
@@ -65,6 +67,21 @@ class EvalModeInTraining(Detector):
         )
         # Without the statistics of the batch, the layers behind a batch normalisation get values of any size.
         yield replace(finding, explains=self.explains | UNNORMALISED) if history.facts.get("batchnorms") else finding
+
+    def _hidden(self, history: History) -> Iterable[Finding]:
+        """Return a finding if ``scope.evaluate`` has restored train mode for a loop that does not."""
+        alerts = history.alerts_of("evaluation", "eval_mode_left")
+        if alerts:
+            yield self.finding(
+                "warning",
+                int(alerts[0]["step"] or 0),
+                "The function given to scope.evaluate calls model.eval(), and nothing calls model.train() before the "
+                "next step. scope.evaluate restores train mode, so this run trains correctly; the same script without "
+                "it trains in eval mode after its first evaluation.",
+                "Call model.train() at the end of the function, or leave model.eval() to scope.evaluate.",
+                Evidence("evaluation/eval_mode_left", 1, 0, "0"),
+                confidence=0.9,
+            )
 
 
 @DetectorRegistry.register
