@@ -1,6 +1,7 @@
 """Architecture rules: the order of imports between rooms, imports through interfaces, and one name per module."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,9 +11,11 @@ from graphlib import TopologicalSorter
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {
@@ -291,6 +294,34 @@ def test_pyproject_lists_every_package() -> None:
         {name for name, file in MODULES.items() if file.endswith("__init__.py")}
     )
     assert {name: folder for folder, name in FOLDERS.items()} == listed["package-dir"]
+
+
+def test_the_page_lists_uses_of_internals() -> None:
+    """docs/architecture.md names exactly the files that use private parts of torch, or ctypes."""
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    section = page.partition("## Internals of torch and CPython")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    named = {name for cell in cells for name in re.findall(r"`([\w/]+\.py)`", cell)}
+    used = {file.removeprefix("framework/") for file, tree in files().items() if any(map(_is_internal, ast.walk(tree)))}
+    of_objects = {
+        "state/sharding.py",
+        "tensors/identity.py",
+        "state/global_generators.py",
+    }  # private attributes of objects
+    assert used - named == set()
+    assert named - used - of_objects == set()
+
+
+def _is_internal(node: ast.AST) -> bool:
+    """Return whether code names ctypes or a private part of torch, also in a text such as ``torch._dynamo``."""
+    if isinstance(node, ast.Import):
+        return any(alias.name == "ctypes" or alias.name.startswith("torch._") for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        return (node.module or "").startswith("torch._")
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.fullmatch(r"torch\._\w+\.[\w.]+", node.value) is not None
+    is_of_torch = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch"
+    return is_of_torch and node.attr.startswith("_") and isinstance(getattr(torch, node.attr, None), ModuleType)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
