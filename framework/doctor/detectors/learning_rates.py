@@ -113,7 +113,8 @@ class LearningRateTooHigh(Detector):
         finite = np.where(is_large & np.isfinite(ratios.values), ratios.values, -np.inf)
         place = int(np.argmax(finite)) if np.isfinite(finite).any() else int(np.argmax(is_large))
         high, step = float(ratios.values[place]), int(ratios.steps[place])
-        harm = _early_harm(history, high > self.limit("certain"))
+        is_brief = high <= self.limit("certain") and _ends_at_once(ratios, self.limit("ratio"))
+        harm = _early_harm(history, is_large=high > self.limit("certain"), is_brief=is_brief)
         is_certain = high > self.limit("certain") and history.step < 20
         only_lasts = not harm and _stays_above(history, self.limit("lasting"))
         if only_lasts:
@@ -184,10 +185,19 @@ def _ratio_text(ratio: float) -> str:
     return f"{ratio:,.0f} times" if ratio < 1e6 else f"{ratio:.2g} times"
 
 
-def _early_harm(history: History, is_large: bool) -> str:
+def _ends_at_once(ratios: Curve, limit: float) -> bool:
+    """Return whether only the first updates were large, as those of Adam are for a new layer of small weights."""
+    later = ratios.values[ratios.steps >= 5]
+    return len(later) >= 2 and bool((later < limit).all())
+
+
+def _early_harm(history: History, *, is_large: bool, is_brief: bool) -> str:
     """Return in words how the loss suffered; empty if it fell as it should.
 
-    ``is_large``: the update is so large that it explains a loss that is not finite.
+    Args:
+        history: the record.
+        is_large: the update is so large that it explains a loss that is not finite.
+        is_brief: only the first updates were large, so that they do not explain a loss that neither rises nor falls.
     """
     loss = history.loss
     if loss.first_nonfinite is not None and (is_large or loss.first_nonfinite <= 3):
@@ -198,7 +208,7 @@ def _early_harm(history: History, is_large: bool) -> str:
     if highest > 2 * loss.first:
         return f", and the loss rose from {loss.first:.3g} to {highest:.3g}"
     lowest = median_of(np.sort(loss.values)[: max(3, len(loss) // 10)])
-    if len(loss) >= 20 and lowest > 0.95 * loss.first:
+    if not is_brief and len(loss) >= 20 and lowest > 0.95 * loss.first:
         return ", and the loss does not fall"
     highest = float(np.nanmax(loss.values[1:20]))
     if len(loss) >= 100 and highest > EARLY_RISE * loss.first and lowest > 0.5 * loss.first:

@@ -881,3 +881,19 @@ def test_cosines_of_many_classes_need_a_temperature(scale: float, classes: int, 
     history = healthy_history()
     history.add(200, {"training_checks/cosine_scale": scale, "training_checks/class_count": classes})
     assert ("temperature-missing" in ids(history)) is expected
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([0.11, 0.1, 0.09, 0.02, 0.05, 0.03], False),
+        ([0.11, 0.11, 0.11, 0.11, 0.11, 0.11], True),
+        ([0.7, 0.1, 0.09, 0.02, 0.05, 0.03], True),
+    ],
+)
+def test_brief_large_updates_explain_no_flat_loss(ratios: list[float], expected: bool) -> None:
+    """The first updates of Adam are large for a new layer of small weights; a loss that stays has another reason."""
+    history = with_losses([2.3] * 60)
+    del history.curves["training_checks/update_ratio"]
+    history.add(60, {"training_checks/update_ratio": Series([1, 2, 3, 5, 10, 20], ratios)})
+    assert ("learning-rate-too-high" in ids(history)) is expected
