@@ -51,6 +51,8 @@ def falls_short(history: History, share: float) -> bool:
 
 LEARNED = 0.8
 """Share by which a loss falls in a training that learns."""
+FAR_ABOVE = 5.0
+"""First loss over that of the best constant from which on its fall says nothing: a constant also has it."""
 
 
 def learned_share(history: History) -> float:
@@ -62,6 +64,9 @@ def learned_share(history: History) -> float:
     names = ("uniform_loss", "term_loss", "constant_loss")
     uniform, of_outputs, constant = (history.last(f"{CHECKS}/{name}") for name in names)
     is_far_below = all(value < 0.5 * least for value, least in ((last, uniform), (of_outputs, constant)) if least > 0)
+    of_term, of_constant = (history.curve(f"{CHECKS}/{name}") for name in names[1:])
+    if of_term.first > FAR_ABOVE * of_constant.first > 0:
+        fall = min(fall, 1 - median_of(of_term.values[-3:]) / median_of(of_constant.values[-3:]))
     return fall if is_far_below and fall > 0 and math.isfinite(loss.last) else 0.0
 
 

@@ -897,3 +897,17 @@ def test_brief_large_updates_explain_no_flat_loss(ratios: list[float], expected:
     del history.curves["training_checks/update_ratio"]
     history.add(60, {"training_checks/update_ratio": Series([1, 2, 3, 5, 10, 20], ratios)})
     assert ("learning-rate-too-high" in ids(history)) is expected
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "severity"), [(500.0, 0.4, "warning"), (500.0, 0.1, "info"), (1.1, 0.1, "info")]
+)
+def test_fall_from_a_huge_loss_is_no_learning(first: float, last: float, severity: str) -> None:
+    """A fault that makes the first loss huge is a remark only if the loss is far below that of the best constant."""
+    history = with_losses([first * 0.9**step + last for step in range(200)])
+    for name, values in (("term_loss", [first, last, last]), ("constant_loss", [1.0] * 3), ("input_std", [500.0] * 3)):
+        history.add(200, {f"training_checks/{name}": Series([1, 101, 151], values)})
+    history.add(200, {"training_checks/input_mean": 0.0, "training_checks/class_count": 0})
+    del history.curves["training_checks/uniform_loss"]
+    found = {finding.id: finding.severity for finding in diagnose(history)}
+    assert found["inputs-not-normalised"] == severity
