@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from torch import nn
 
 from ..hooks import Tap, TapOwner
-from ..state import Traces, has_compiled_code
+from ..state import InternalFunction, Traces, has_compiled_code
 from ..training import eagerly, is_compiled
 from .attached_tap import ATTACHED, DETACHED, AttachedTap, TapState
-from .passes import RunningPasses
+from .passes import Pass, RunningPasses
 
 
 class TapSet:
@@ -26,6 +26,9 @@ class TapSet:
         self._taps: dict[TapOwner, list[AttachedTap]] = {}
         self._passes = RunningPasses()
         self._traces = Traces.count
+        self._call_watch = ExitStack()
+        self._awaits_call = False
+        """Whether compiled code existed before the step, and neither the model nor a tap was called since."""
         self.is_idle = not self._compiled
         """Whether :meth:`disabled` has no effect: no tap was attached, and the model is not compiled."""
 
@@ -60,6 +63,15 @@ class TapSet:
             for tap in taps:
                 if tap.state is outdated:
                     tap.switch()
+        self._call_watch.close()
+        if not self._compiled and not self._passes.have_called_taps and has_compiled_code():
+            self._awaits_call = True
+            handle = self._model.register_forward_pre_hook(InternalFunction(self._note_call))
+            self._call_watch.callback(handle.remove)
+
+    def _note_call(self, module: nn.Module, inputs: object) -> None:
+        if self._passes.kinds[-1] is Pass.OWN:
+            self._awaits_call = False
 
     def disabled(self) -> AbstractContextManager[None]:
         """Disable all taps in the body, for passes that are not the run's own.
@@ -82,12 +94,13 @@ class TapSet:
         """Whether the step that has just run called modules in a compiled function, where their taps do nothing.
 
         Such a function calls the model, as in ``torch.compile(loss_of)``, so the model does not show that it is
-        compiled. The compiler has traced taps, or has compiled the function before, and no tap was called yet. Without
-        compiled code, modules whose taps are not called are just not called.
+        compiled. The compiler has traced taps, or has compiled the function before the step, which then called neither
+        taps nor the model. Without compiled code, modules whose taps are not called are just not called.
         """
+        self._call_watch.close()
         if self._compiled or not any(self._attached_taps()):
             return False
-        return Traces.count != self._traces or (not self._passes.have_called_taps and has_compiled_code())
+        return Traces.count != self._traces or (self._awaits_call and not self._passes.have_called_taps)
 
     def _attached_taps(self) -> Iterator[AttachedTap]:
         return (tap for taps in self._taps.values() for tap in taps if tap.state is TapState.ATTACHED)
@@ -135,6 +148,7 @@ class TapSet:
         """Remove all taps from the model, the last one first, also if the removal of one raises."""
         with ExitStack() as stack:
             stack.callback(self._taps.clear)
+            stack.callback(self._call_watch.close)
             for taps in self._taps.values():
                 for tap in taps:
                     stack.callback(tap.detach)

@@ -86,3 +86,56 @@ def test_taps_in_compiled_functions_use_another_pass(tmp_path: Path) -> None:
     assert '"activations/' in (tmp_path / "separate" / "separate.jsonl").read_text()
     train("loss", with_hooks="health", out=tmp_path / "without")
     assert '"activations"' in (tmp_path / "without" / "summary.json").read_text().partition("hooks_left_out")[2]
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore::loopscope.errors.RunNotice", "ignore::DeprecationWarning")
+def test_other_compiled_code_hides_no_modules(tmp_path: Path) -> None:
+    """A process has compiled another function; the tapped layers of the run are never called, the model is."""
+
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = nn.functional.linear(x, layer.weight, layer.bias)
+            return x
+
+    other = torch.compile(lambda x: x.sin() + 1, backend="eager")
+    assert float(other(torch.zeros(2)).sum()) == 2.0
+    model = Functional()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options: dict[str, Any] = {"gradient_flow": {"interval": 1, "pattern": "layers.*"}}
+    with loopscope.attach(
+        model, optimizer, hooks=["gradient_flow"], hook_options=options, out=tmp_path / "run", display="none"
+    ) as scope:
+        for x in scope.batches([torch.randn(3, 4) for _ in range(3)]):
+            scope.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert other(torch.zeros(2)).sum() == 2.0
+    assert "gradient_flow" not in scope._attached.manager.hooks.failures.left_out
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_functions_compiled_before_attach_are_noticed(tmp_path: Path) -> None:
+    """The warm function calls neither the taps nor the model, so the tap gets a separate pass."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    compute = torch.compile(lambda batch: loss_of(model, batch), backend="aot_eager")
+    compute(DATA[0]).backward()
+    optimizer.zero_grad()
+    options: dict[str, Any] = {"hooks": ["activations"], "loss": loss_of, "display": "none"}
+    with loopscope.attach(model, optimizer, out=tmp_path / "run", **options) as scope:
+        for batch in scope.batches(DATA):
+            scope.backward(compute(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        taps = scope._attached.manager.taps
+    assert '"activations/' in (tmp_path / "run" / "run.jsonl").read_text()
+    assert taps.hooks_with_separate_pass or not taps.hooks
