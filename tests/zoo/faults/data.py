@@ -147,7 +147,7 @@ def gpt_without_causal_mask(recorder: Recorder) -> None:
     gpt_training(lambda model: adamw(model, lr=3e-3), Gpt(causal=False), epochs=3).run(recorder)
 
 
-@fault("gpt", causes.WRONG_SHIFT)
+@fault("gpt", causes.TARGETS_READ + causes.WRONG_SHIFT)
 def targets_of_gpt_are_its_inputs(recorder: Recorder) -> None:
     """The loss of a GPT compares each output with the letter at the same position."""
 
