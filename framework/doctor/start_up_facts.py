@@ -143,13 +143,19 @@ def _membership(
 
 
 def _copies(parameters: Iterable[Tensor], others: Sequence[Tensor]) -> int:
-    """Return how many parameters equal another one, as those of target networks and averages do at first."""
+    """Return how many parameters nearly equal another one, as those of target networks and averages do at first."""
     alike: dict[Any, list[Tensor]] = {}
     for item in others:
         alike.setdefault((item.shape, item.dtype, item.device), []).append(item)
     kinds = ((item, (item.shape, item.dtype, item.device)) for item in parameters if _is_readable(item))
     pairs = [(item, alike.get(kind, [])[:MOST_COMPARED]) for item, kind in kinds]
-    return sum(any(torch.equal(*local_shards([item.detach(), one.detach()])) for one in same) for item, same in pairs)
+    return sum(any(_are_near(item, one) for one in same) for item, same in pairs)
+
+
+def _are_near(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors differ by less than a hundredth of their size, as a moving average and its source."""
+    one, other = local_shards([first.detach(), second.detach()])
+    return torch.equal(one, other) or bool((one - other).float().norm() < 0.01 * one.float().norm())
 
 
 def _placeholders(model: nn.Module) -> set[int]:

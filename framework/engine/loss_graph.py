@@ -69,8 +69,12 @@ LARGEST_SCALE = 5.0
 """Factor of logits up to which a cross-entropy starts near that of equal probabilities."""
 LENGTH_TOLERANCE = 1e-2
 """Deviation of lengths from 1 that rounding to bfloat16 causes."""
+ROWS_PER_COLUMN = 64
+"""Rows from which on the best constant of a column is known."""
 FEW_VECTORS = 64
 """Vectors of which the length is computed."""
+OF_LOSSES = frozenset({"Add", "Sub", "Mul", "Div", "Neg"})
+"""Operations on the losses of several tasks before they are added."""
 LENGTHS = frozenset({"LinalgVectorNorm", "Norm", "ClampMin"})
 """Nodes whose output is the length of vectors."""
 LIKELIHOODS = frozenset({"NllLoss", "NllLoss2D", "CtcLoss"})
@@ -223,7 +227,15 @@ def _is_over_terms(node: Any) -> bool:
     """Return whether a sum or mean combines whole losses, or is that of a single number."""
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     is_single = sizes is not None and math.prod(int(size) for size in sizes) == 1
-    return is_single or any(operation_of(item) in ("Stack", "Cat") for item in _inputs(node))
+    return is_single or any(operation_of(item) in ("Stack", "Cat") or _stacks_losses(item) for item in _inputs(node))
+
+
+def _stacks_losses(node: Any, depth: int = 4) -> bool:
+    """Return whether a vector is a stack of single losses, perhaps with weights and further terms for each."""
+    if len(_output(node)[0]) != 1 or not depth:
+        return False
+    name = operation_of(node)
+    return name == "Stack" or (name in OF_LOSSES and any(_stacks_losses(item, depth - 1) for item in _inputs(node)))
 
 
 def _factors(nodes: list[Any], names: list[str], operation: str) -> tuple[float, ...]:
@@ -379,7 +391,10 @@ def _number_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
         return facts
     outputs = _saved(nodes[position], "self")
     if isinstance(outputs, Tensor) and outputs.shape == targets.shape and len(values) > 1:
-        facts |= _constant_facts(names[position], _sample(outputs.detach()).double(), values)
+        found = _constant_facts(names[position], _sample(outputs.detach()).double(), values)
+        if any(_saved(nodes[position], weight) is not None for weight in ("weight", "pos_weight")):
+            found = {name: value for name, value in found.items() if name == "output_variation"}
+        facts |= found
     ordered = values.flatten().sort().values
     places = [round(share * (len(ordered) - 1)) for share in (0.0, 0.1, 0.9, 1.0)]
     if names[position] in BINARY:
@@ -406,7 +421,6 @@ def _constant_facts(name: str, outputs: Tensor, targets: Tensor) -> dict[str, An
         outputs: numbers, logits or probabilities, shape (rows,) or (rows, columns).
         targets: the same shape.
     """
-    means = targets.mean(0)
     if name in REGRESSIONS:
         variance = float(targets.var(dim=0, correction=0).mean())
         facts = {"constant_loss": variance, "term_loss": float((outputs - targets).square().mean())}
@@ -417,9 +431,12 @@ def _constant_facts(name: str, outputs: Tensor, targets: Tensor) -> dict[str, An
         bounded = chances.clamp(1e-12, 1 - 1e-12)
         return -(shares * bounded.log() + (1 - shares) * (1 - bounded).log())
 
-    entropy = float(surprise(means, means).mean())
+    shares = targets.mean(0)
+    entropy = float(surprise(shares, shares).mean())
+    # In few rows, the shares of ones in single columns, such as pixels, are too close to 0 or 1.
+    constant = entropy if len(targets) >= ROWS_PER_COLUMN else float(surprise(targets.mean(), targets.mean()))
     information = float((surprise(chances.mean(0), chances.mean(0)) - surprise(chances, chances).mean(0)).mean())
-    facts = {"constant_loss": entropy, "term_loss": float(surprise(targets, chances).mean())}
+    facts = {"constant_loss": constant, "term_loss": float(surprise(targets, chances).mean())}
     return facts | _variation(information, entropy)
 
 

@@ -66,14 +66,17 @@ class SameBatch(Detector):
     )
     source = "torch.Generator.manual_seed; torch.utils.data.DataLoader: every iter() starts again"
     applies_to = "batches on the CPU; the same tensors, given again and again on purpose, do not count"
-    thresholds = {"batches": Threshold(9, "equal batches in a row after the first; data of single rows repeat fewer")}
+    thresholds = {
+        "batches": Threshold(9, "equal batches in a row after the first; data of single rows repeat fewer"),
+        "share": Threshold(0.9, "equal batches in a row, as a share of all steps"),
+    }
     needs = (CHECKS,)
     explains = frozenset({"rows-repeated", "train-validation-diverging", "no-better-than-uniform", "loss-constant"})
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if all batches since some step are equal."""
+        """Return a finding if nearly all batches are equal; data that a policy generates may become equal later."""
         curve = history.curve(f"{CHECKS}/same_batch_count")
-        if not curve.last >= self.limit("batches"):
+        if not curve.last >= max(self.limit("batches"), self.limit("share") * curve.last_step):
             return
         rows = history.settings.get("batch_size")
         yield self.finding(

@@ -313,6 +313,16 @@ def test_command_reports_a_clean_run(
     assert "No problem was found." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("first", "expected"), [(1, True), (201, False)])
+def test_same_batch_counts_from_the_start(first: int, expected: bool) -> None:
+    """A policy that has converged generates equal batches; a loader that starts again does so at every step."""
+    history = History(status="completed", hooks=("training_checks",))
+    for step in range(1, 302, 50):
+        values = {"same_batch_count": max(0, step - first), "loss": 1.0 / step}
+        history.add(step, {f"training_checks/{name}": value for name, value in values.items()})
+    assert ("same-batch-at-every-step" in {item.id for item in diagnose(history)}) is expected
+
+
 def history_of(*hooks: str) -> History:
     """Return the history of a healthy run with a falling loss and these hooks."""
     history = History(status="completed", hooks=hooks)

@@ -135,10 +135,13 @@ def test_largest_momentum_of_batch_normalisations(momentum: float) -> None:
     assert facts["largest_batchnorm_momentum"] == momentum
 
 
-def test_momentum_encoders_are_no_untrained_layers() -> None:
-    """A frozen copy of a trained layer is one; another frozen layer with fresh weights is not."""
+@pytest.mark.parametrize("has_moved", [False, True])
+def test_momentum_encoders_are_no_untrained_layers(has_moved: bool) -> None:
+    """A frozen copy of a trained layer is one, also after its first average, which rounds; a fresh layer is not."""
     trained = nn.Linear(16, 16)
     copied, fresh = copy.deepcopy(trained).requires_grad_(False), nn.Linear(16, 16).requires_grad_(False)
+    if has_moved:
+        copied.weight.mul_(0.99).add_(trained.weight.detach(), alpha=0.01)
     model = nn.ModuleList([trained, copied, fresh])
     facts = start_facts(model, [torch.optim.SGD(trained.parameters(), lr=0.1)])
     assert facts["frozen_untrained"] == {"count": 1, "names": ["2"], "layers": 2}

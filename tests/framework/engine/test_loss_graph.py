@@ -42,6 +42,10 @@ LOSSES: dict[str, tuple[Callable[[], Tensor], tuple[str, float, bool, int]]] = {
     "converted": (lambda: cross_entropy(logits().double()).float(), ("mean", 1, False, CLASSES)),
     "with penalty": (lambda: 0.1 * WEIGHTS.square().sum() + cross_entropy(), ("mean", 1, False, CLASSES)),
     "mean of losses": (lambda: torch.stack([cross_entropy(), cross_entropy()]).mean(), ("mean", 1, False, CLASSES)),
+    "weighted sum of losses": (
+        lambda: (torch.rand(3).exp() * torch.stack([cross_entropy()] * 3) + 0.5 * torch.ones(3)).sum(),
+        ("", 1, False, CLASSES),
+    ),
     "sum of losses": (lambda: torch.stack([cross_entropy(), cross_entropy()]).sum(), ("mean", 1, False, CLASSES)),
     "mean with weight": (lambda: WEIGHTS.sum() + 0.5 * cross_entropy(), ("mean", 1, False, CLASSES)),
     "sum by rows with penalty": (
@@ -434,6 +438,27 @@ def test_quantiles_and_variance_of_targets(loss: Callable[[], Tensor], has_terms
     assert found.constant_loss == pytest.approx(F.mse_loss(NUMBERS.mean(0).expand(4, 2), NUMBERS).item())
     assert found.term_loss == pytest.approx(F.mse_loss(OUTPUTS * 2, NUMBERS).item())
     assert found.has_terms is has_terms
+
+
+@pytest.mark.parametrize("weights", [{"weight": torch.tensor([1.0, 2.0])}, {"pos_weight": torch.tensor([5.0, 5.0])}])
+def test_weighted_losses_have_no_constant(weights: dict[str, Tensor]) -> None:
+    """The best constant of a weighted loss is another one, and weights of a loss are part of it."""
+    bits = (NUMBERS > 0).float()
+    plain = describe_loss(F.binary_cross_entropy_with_logits(OUTPUTS * 2, bits))
+    assert plain.constant_loss is not None
+    found = describe_loss(F.binary_cross_entropy_with_logits(OUTPUTS * 2, bits, **weights))
+    assert found.constant_loss is None
+    assert found.output_variation == plain.output_variation
+
+
+def test_few_masks_have_one_constant() -> None:
+    """A constant for each of 400 pixels would fit eight masks with 2 % of ones far better than new ones."""
+    masks = (torch.rand(8, 20, 20, generator=torch.Generator().manual_seed(0)) < 0.02).float()
+    outputs = torch.zeros_like(masks).requires_grad_()
+    share = float(masks.mean())
+    entropy = -share * math.log(share) - (1 - share) * math.log(1 - share)
+    found = describe_loss(F.binary_cross_entropy_with_logits(outputs * 2, masks))
+    assert found.constant_loss == pytest.approx(entropy)
 
 
 def test_absolute_errors_have_no_mean_to_beat() -> None:
