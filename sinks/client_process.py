@@ -79,7 +79,7 @@ class RecordReplacedError(Exception):
     """The record became shorter, so another run has overwritten it."""
 
 
-class Listener:
+class EndListener:
     """Waits in a thread for the end of the run; after it the client has ``patience`` seconds left."""
 
     def __init__(self, stdin: Any, patience: float | None, title: str) -> None:
@@ -103,7 +103,7 @@ class Listener:
 class Feed:
     """The rows of a record while it is written, and a count of the rows that the service has received."""
 
-    def __init__(self, task: ClientTask, listener: Listener, note: Any) -> None:
+    def __init__(self, task: ClientTask, listener: EndListener, note: Any) -> None:
         self._task = task
         self._listener = listener
         self._note = note
@@ -133,7 +133,7 @@ class Feed:
         self._note.flush()
 
 
-def chunks(path: Path, listener: Listener) -> Iterator[list[dict[str, Any]]]:
+def chunks(path: Path, listener: EndListener) -> Iterator[list[dict[str, Any]]]:
     """Yield the objects of a JSONL file while it is written, until the run ends; a truncated line is skipped."""
     rest = b""
     with path.open("rb") as file:
@@ -274,7 +274,7 @@ def main() -> int:
     _output = os.dup(1)
     os.dup2(2, 1)  # services print on standard output; nothing reads that pipe during the run
     task = ClientTask(**json.loads(Path(sys.argv[1]).read_text("utf-8")))
-    listener = Listener(sys.stdin, task.patience, task.title)
+    listener = EndListener(sys.stdin, task.patience, task.title)
     with suppress(OSError):
         os.nice(10)  # training takes precedence
     try:

@@ -124,9 +124,9 @@ class ClientSink(ReplaySink):
         require_package(cls.package, f"Sink {cls.name!r}")
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the names of the record and of the folder for the service's files."""
-        return [*JSONLSink.leaves(strategy), cls.name]
+        return [*JSONLSink.file_names(strategy), cls.name]
 
     def share_files(self, writer: MetricSink) -> None:
         """Read the record of another such sink, which comes before this one."""

@@ -32,9 +32,9 @@ class JSONLSink(FileSink):
     lossless: ClassVar[bool] = True
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the names of the metrics file and the alerts file."""
-        return [*super().leaves(strategy), ALERTS]
+        return [*super().file_names(strategy), ALERTS]
 
     def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
         """Return an empty text: a JSONL file has no header."""

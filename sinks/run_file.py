@@ -108,7 +108,7 @@ class RunFile:
 
 
 class FileSink(RecordSink):
-    """A sink that writes the text files in :meth:`leaves` for each strategy, overwriting older ones.
+    """A sink that writes the text files in :meth:`file_names` for each strategy, overwriting older ones.
 
     A killed process loses nothing; after :meth:`flush` a power cut does not, either.
     """
@@ -129,7 +129,7 @@ class FileSink(RecordSink):
     def set_run_context(self, run: RunInfo) -> None:
         """Start the strategy's files."""
         self.close("")
-        self._files = [RunFile(run.output_dir / name) for name in self.leaves(run.strategy)]
+        self._files = [RunFile(run.output_dir / name) for name in self.file_names(run.strategy)]
         self._write(self.header(run, {}))
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
@@ -144,7 +144,7 @@ class FileSink(RecordSink):
                 return f"no line ends at byte {size:,}, as one did at the checkpoint"
             return ""
 
-        first, *others = self.leaves(run.strategy)
+        first, *others = self.file_names(run.strategy)
         self._files = [RunFile(run.output_dir / first, position, fault)]
         try:
             for name in others:  # an earlier version may not have written this file

@@ -42,7 +42,7 @@ class TensorBoardSink(ReplaySink):
         require_package("tensorboard", f"Sink {cls.name!r}")
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the name of the folder of event files."""
         return [FOLDER]
 

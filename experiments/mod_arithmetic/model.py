@@ -7,7 +7,7 @@ EMBEDDING_STD = 0.1
 """With 0.05 or less the model never starts to learn from a sorted order; with 1 it memorises and never generalises."""
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Multi-head self-attention without a mask."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -32,7 +32,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, ff_dim: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = SelfAttention(width, heads)
         self.ff_norm = nn.LayerNorm(width)
         self.ff_in = nn.Linear(width, ff_dim)
         self.ff_out = nn.Linear(ff_dim, width)

@@ -93,7 +93,7 @@ class SwiGLU(nn.Module):
         return mapped
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention and a feed-forward layer, each with a norm before it and a residual connection around it."""
 
     def __init__(self, shape: DecoderShape) -> None:
@@ -120,7 +120,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=1e-6)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         angles = rotary_angles(shape.context, shape.width // shape.heads)

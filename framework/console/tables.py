@@ -309,7 +309,7 @@ def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str, *, with_f
     alerts = []
     for folder in folders:
         names = folder.strategy, "STRATEGY" if many else folder.strategy
-        kinds = {pair: "record" for sink in SinkRegistry for pair in zip(*map(sink.leaves, names), strict=True)}
+        kinds = {pair: "record" for sink in SinkRegistry for pair in zip(*map(sink.file_names, names), strict=True)}
         kinds[tuple(RunFolder(folder.path, name).weights.name for name in names)] = "weights"
         for (name, generic), kind in kinds.items():
             if name != ALERTS and (folder.path / name).exists():

@@ -47,7 +47,7 @@ class LiveDiagnosis(MetricSink):
         self._refuted = set[str]()  # ids of reported findings that the last diagnosis did not contain
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return no names: the diagnosis writes no files."""
         return ()
 

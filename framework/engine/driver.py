@@ -19,7 +19,7 @@ from ..training import TrainingTask
 from .backward_recorder import BackwardRecorder
 from .hook_set import HookSet
 from .manager import HookManager
-from .metric_dispatch import Mark
+from .metric_dispatch import QueueLength
 
 # Module constants, since until Python 3.12 every access to a member of an enum runs a Python function.
 PRE_EPOCH, PRE_STEP, POST_BACKWARD, PRE_UPDATE, POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint
@@ -41,7 +41,7 @@ class Driver:
         self._checked_first_batch = False
         self.can_cancel_steps = False
         """Whether the loop may call :meth:`cancel_step`, for which hooks at PRE_STEP are remembered."""
-        self._before_step: tuple[dict[str, Any], Mark] | None = None
+        self._before_step: tuple[dict[str, Any], QueueLength] | None = None
 
     def begin_epoch(self, *, snapshot_follows: bool) -> None:
         """Clear the accumulators of the epoch and, if a hook needs it, copy the current state."""

@@ -34,7 +34,7 @@ Group = tuple[torch.device, torch.dtype]
 Origin = TypeVar("Origin")
 
 
-class Mark(NamedTuple):
+class QueueLength(NamedTuple):
     """A length of a queue of metrics: the number of its calls, and of its vectors by device and dtype."""
 
     entries: int
@@ -97,11 +97,11 @@ class PendingMetrics(Generic[Origin]):
             result[name] = value if type(value) is float else next(copies[next(remaining_keys)])
         return result
 
-    def mark(self) -> "Mark":
+    def mark(self) -> "QueueLength":
         """Return the current length of the queue, for :meth:`truncate`."""
-        return Mark(len(self._entries), {key: len(vectors) for key, vectors in self._packed.items()})
+        return QueueLength(len(self._entries), {key: len(vectors) for key, vectors in self._packed.items()})
 
-    def truncate(self, mark: "Mark") -> None:
+    def truncate(self, mark: "QueueLength") -> None:
         """Drop what was queued after ``mark``."""
         del self._entries[mark.entries :]
         for key, vectors in self._packed.items():
@@ -158,7 +158,7 @@ def _require_names(metrics: object) -> None:
 
 
 def _copied_value(value: MetricValue, leaves: list[Tensor], name: object) -> MetricValue:
-    """Copy the containers of a metric value, which its hook may reuse, and append its tensors to ``leaves``.
+    """Copy the containers of a metric value, which its hook may reuse, and append its tensors to ``file_names``.
 
     NumPy scalars and zero-dimensional arrays become Python numbers.
     """
@@ -290,11 +290,11 @@ class MetricDispatch:
             self._checked_count = len(self._newest)
             self._warn_about_undescribed(hook, copies)
 
-    def mark_steps(self) -> Mark:
+    def mark_steps(self) -> QueueLength:
         """Return the current length of the step metrics, for :meth:`drop_steps_after`."""
         return self._pending_steps.mark()
 
-    def drop_steps_after(self, mark: Mark) -> None:
+    def drop_steps_after(self, mark: QueueLength) -> None:
         """Drop the step metrics that were added after ``mark``."""
         self._pending_steps.truncate(mark)
 
@@ -433,9 +433,9 @@ class MetricDispatch:
 
     def _warn_about_missing_sinks(self, run: RunInfo, positions: Positions) -> None:
         """Warn about files of earlier sinks that no active sink continues; their rows after the checkpoint remain."""
-        continued_files = {name for sink in self._sinks for name in sink.leaves(run.strategy)}
+        continued_files = {name for sink in self._sinks for name in sink.file_names(run.strategy)}
         earlier_sinks = [entry for entry in SinkRegistry if positions.get(entry.name) is not None]
-        for name in dict.fromkeys(name for entry in earlier_sinks for name in entry.leaves(run.strategy)):
+        for name in dict.fromkeys(name for entry in earlier_sinks for name in entry.file_names(run.strategy)):
             if name not in continued_files and (run.output_dir / name).exists():
                 sentence = f"No active sink continues {run.output_dir / name}; the file is left unchanged."
                 warn(sentence, RunNotice, stacklevel=3)

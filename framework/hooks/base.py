@@ -210,7 +210,7 @@ class TrainingHook(Remembering, ABC):
         return metric_table(self.metrics)
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the names of the files and folders that this hook may create in the run's folder."""
         return ()
 

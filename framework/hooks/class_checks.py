@@ -71,7 +71,7 @@ def _check_method(name: str, expected: Callable[..., Any], hook: type[TrainingHo
     arguments = [argument for argument in inspect.signature(expected).parameters if argument != "self"]
     method, takes_self = (
         getattr(hook, name),
-        inspect.isfunction(inspect.getattr_static(hook, name)) and name != "leaves",
+        inspect.isfunction(inspect.getattr_static(hook, name)) and name != "file_names",
     )
     is_valid = not inspect.iscoroutinefunction(method) and (
         name in GENERATOR_METHODS or not inspect.isgeneratorfunction(method)
@@ -80,7 +80,7 @@ def _check_method(name: str, expected: Callable[..., Any], hook: type[TrainingHo
         inspect.signature(method).bind(*[None] * (takes_self + len(arguments)))
     except (TypeError, ValueError):
         is_valid = False
-    form = f"{name}({', '.join(['cls' if name == 'leaves' else 'self', *arguments])})"
+    form = f"{name}({', '.join(['cls' if name == 'file_names' else 'self', *arguments])})"
     if not is_valid:
         remedy = "it must be a function without yield and async"
         raise UsageError(

@@ -60,7 +60,7 @@ class MetricSink(ABC):
         """Leave the files of :attr:`includes` to another sink that includes them; called before the first strategy."""
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the names of the files and folders that this sink may create in the run's folder."""
         return [f"{strategy}.{cls.name}"]
 

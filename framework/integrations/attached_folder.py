@@ -89,8 +89,8 @@ class FolderChoice:
         folder = self.folder
         if not path_exists(folder.path / CONFIG):
             return False
-        written = ((sink.leaves(folder.strategy), sinks.get(sink.name)) for sink in SinkRegistry)
-        digested = [(folder.path / leaves[0], place) for leaves, place in written if place and "xxh3_128" in place]
+        written = ((sink.file_names(folder.strategy), sinks.get(sink.name)) for sink in SinkRegistry)
+        digested = [(folder.path / names[0], place) for names, place in written if place and "xxh3_128" in place]
         has_content = any(place["size"] for _, place in digested)
         return not overwrite or (has_content and all(_begins_with(path, place) for path, place in digested))
 

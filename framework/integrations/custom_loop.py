@@ -39,7 +39,7 @@ class AcceleratorLike(Protocol):
         """Divide the loss by the number of micro-batches, scale it, and add its gradients."""
 
 
-class HookCalls:
+class HookCallSwitch:
     """Marks the time of hook calls, in which a call of the optimizer comes from a hook and not from the loop."""
 
     # A class, since it is entered several times per step and a generator-based context manager is slower.
@@ -125,7 +125,7 @@ class CustomLoop(Transient):
         self._is_in_closure_step = self._is_in_backward = self._stepped_in_backward = False
         self._evaluations = 0
         """The evaluations of the closure in the step so far."""
-        self._hook_calls = attached.hook_calls = HookCalls()
+        self._hook_calls = attached.hook_calls = HookCallSwitch()
         self._left_mode = LeftMode(attached.driver.task.model, self._hook_calls, attached.report_left_mode)
         self.arguments: ForwardArguments | None = None
         """Finds the batches, until the loop reports batches of tensors."""

@@ -20,7 +20,7 @@ class LoggerSink(MetricSink):
         self._send = send
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return no file names, since the files belong to the loggers."""
         return ()
 

@@ -34,7 +34,7 @@ class Objects:
         return self.structure.changed() + self.identities.changed()
 
 
-class Buffers:
+class CopyBuffers:
     """Preallocated tensors that hold copies of others."""
 
     def __init__(self, device: torch.device | None) -> None:
@@ -81,8 +81,8 @@ class StateCopy(Transient):
         self._roots: tuple[Any, ...] = ()
         self._persistent: Objects | None = None
         self._temporary: tuple[Structure, BriefIdentities | TensorIdentities] | None = None
-        self._persistent_bytes = Buffers(device)
-        self._temporary_bytes = Buffers(device)
+        self._persistent_bytes = CopyBuffers(device)
+        self._temporary_bytes = CopyBuffers(device)
         self._kept_parts: list[tuple[Part, Any]] = []
         self._natives: list[list[Any]] = []
 

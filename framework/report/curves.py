@@ -21,7 +21,7 @@ ACCURACIES = ("train_acc", "val_acc")  # numbers of an evaluation that are separ
 
 
 @dataclass(frozen=True)
-class Curve:
+class MetricCurve:
     """A metric of a run: ascending unique steps and their values; a mean over seeds has half-widths of intervals."""
 
     steps: Floats
@@ -29,11 +29,11 @@ class Curve:
     half: Floats | None = field(default=None, repr=False)
 
     @classmethod
-    def of_points(cls, steps: Sequence[float], values: Sequence[float]) -> "Curve":
+    def of_points(cls, steps: Sequence[float], values: Sequence[float]) -> "MetricCurve":
         """Sort points by step, keeping the last of several at one step.
 
-        >>> Curve.of_points([2, 1, 2], [5, 6, 7])
-        Curve(steps=array([1., 2.]), values=array([6., 7.]))
+        >>> MetricCurve.of_points([2, 1, 2], [5, 6, 7])
+        MetricCurve(steps=array([1., 2.]), values=array([6., 7.]))
         """
         unique_steps, last = np.unique(np.array(steps[::-1], dtype=np.float64), return_index=True)
         return cls(unique_steps, np.array(values[::-1], dtype=np.float64)[last])
@@ -45,24 +45,24 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class RecordedRun:
+class DrawnRun:
     """The content of a record."""
 
     folder: Path
     run: RunRecord
-    curves: Mapping[str, Curve]  # the selected metrics, by full name, in the order of the record
+    curves: Mapping[str, MetricCurve]  # the selected metrics, by full name, in the order of the record
     names: Sequence[str]  # all metrics with numbers
     others: Sequence[str]  # all metrics with lists or text, which have no curves
     epoch_steps: float = 0.0  # steps per epoch; 0 if no ends of epochs were recorded
     group: str = ""  # the name of the group if the curves are means over seeds
 
-    def in_epochs(self) -> "RecordedRun":
+    def in_epochs(self) -> "DrawnRun":
         """Return the run with fractional epochs instead of steps."""
         curves = {name: replace(curve, steps=curve.steps / self.epoch_steps) for name, curve in self.curves.items()}
         return replace(self, curves=curves)
 
 
-def read_curves(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
+def read_curves(folder: Path, wanted: Callable[[str], bool]) -> DrawnRun:
     """Read the record in the folder of a run; raises :class:`UsageError` if it is missing or damaged."""
     run = RunRecord.read(folder)
     is_wanted = cache(wanted)
@@ -94,9 +94,9 @@ def read_curves(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
     for hook in [hook.name for hook in HookRegistry if hook.always and hook.name in recorded]:
         for key, value in evaluation.items():
             take(0, {f"{hook}/{key}" if key in ACCURACIES else f"{hook}/evaluation/{key}": value})
-    curves = {name: Curve.of_points(*pairs) for name, pairs in points.items()}
+    curves = {name: MetricCurve.of_points(*pairs) for name, pairs in points.items()}
     without = [name for name in others if name not in curves]
-    return RecordedRun(folder, run, curves, list(names), without, epoch_steps.pop() if len(epoch_steps) == 1 else 0.0)
+    return DrawnRun(folder, run, curves, list(names), without, epoch_steps.pop() if len(epoch_steps) == 1 else 0.0)
 
 
 def series_in(step: int, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[int], Sequence[Any]]]:

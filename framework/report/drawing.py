@@ -19,7 +19,7 @@ from matplotlib.ticker import LogFormatterSciNotation, LogLocator, MaxNLocator
 
 from ..durable_files import write_atomically
 from ..errors import require
-from .curves import Curve, Floats
+from .curves import Floats, MetricCurve
 from .panels import COLOURS, DASHES, Look, Panel, Picture, Style, Trace, is_logarithmic, remark
 
 SETTINGS: dict[str, Any] = {
@@ -207,7 +207,7 @@ def _set_labels(axis: Axis) -> None:
         axis.set_minor_formatter(TickLabels(labelOnlyBase=False))
 
 
-def _draw_curve(ax: Axes, raw: Curve, line: dict[str, Any], smooth: int, *, log_y: bool) -> None:
+def _draw_curve(ax: Axes, raw: MetricCurve, line: dict[str, Any], smooth: int, *, log_y: bool) -> None:
     """Draw a curve with marked gaps; a smoothed curve has the original faintly behind it."""
     steps, values, thick = raw.steps, raw.values, rcParams["lines.linewidth"]
     if raw.half is not None:
@@ -238,14 +238,14 @@ def _draw_curve(ax: Axes, raw: Curve, line: dict[str, Any], smooth: int, *, log_
             )
 
 
-def running_mean(curve: Curve, window: int, *, geometric: bool = False) -> Curve:
+def running_mean(curve: MetricCurve, window: int, *, geometric: bool = False) -> MetricCurve:
     """Return the centred running mean over ``window`` points.
 
     An even window gets one more point. The window shrinks towards both ends, so that the first and the last value do
     not change. Non-finite values are ignored, and the mean at their position is NaN. A geometric mean, suited to a
     logarithmic axis, uses only positive values.
 
-    >>> running_mean(Curve.of_points([1, 2, 3, 4, 5], [1.0, 3.0, 5.0, float("nan"), 8.0]), 3).values
+    >>> running_mean(MetricCurve.of_points([1, 2, 3, 4, 5], [1.0, 3.0, 5.0, float("nan"), 8.0]), 3).values
     array([ 1.,  3.,  4., nan,  8.])
     """
     # mean_i = Σ x_j / count over valid |j − i| ≤ h_i with h_i = min(half, distance to the nearer end). The geometric
@@ -256,7 +256,7 @@ def running_mean(curve: Curve, window: int, *, geometric: bool = False) -> Curve
     sums, counts = _window_sums(np.where(valid, logs, 0.0), half), _window_sums(valid.astype(np.float64), half)
     means = np.full_like(sums, np.nan)
     np.divide(sums, counts, out=means, where=curve.finite & (counts > 0))
-    return Curve(curve.steps, np.exp(means) if geometric else means)
+    return MetricCurve(curve.steps, np.exp(means) if geometric else means)
 
 
 def _window_sums(values: Floats, half: int) -> Floats:

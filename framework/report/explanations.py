@@ -53,7 +53,7 @@ class Row(TypedDict):
     description: Any
 
 
-class Branch(TypedDict):
+class BranchRow(TypedDict):
     """A repetition of the step under changed conditions."""
 
     name: str
@@ -72,7 +72,7 @@ class Explained(TypedDict):
     verdict: str
     where: Where | None
     rows: Sequence[Row]
-    branches: Sequence[Branch]
+    branches: Sequence[BranchRow]
     left_out: Sequence[str]
 
 

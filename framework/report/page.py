@@ -16,7 +16,7 @@ from ..errors import listed, shortened
 from ..hooks import HookRegistry, MetricInfo
 from .alert_section import alert_section, is_phase, phase_section
 from .comparison import compare_over_seeds, differing_parts, evaluations
-from .curves import Curve
+from .curves import MetricCurve
 from .diagnosis_section import badge, run_cards, verdict_of
 from .record_scan import Scan
 from .relevance import finding_marks, order_of
@@ -213,7 +213,7 @@ def metrics_of(
 
 
 def _curve(index: int, steps: Sequence[float], values: Sequence[float], pixels: int) -> dict[str, Any]:
-    curve = Curve.of_points(steps, values)
+    curve = MetricCurve.of_points(steps, values)
     kept = thinned(curve, pixels)
     drawn = _plain(curve.values[kept].tolist(), is_whole=len(kept) == len(curve.steps))
     return {"run": index, "steps": [*map(int, curve.steps[kept])], "values": drawn, "points": len(curve.steps)}
@@ -224,7 +224,7 @@ def _mean(group: str, seeds: Sequence[int], runs: Sequence[ShownRun], name: str,
     seeds = [index for index in seeds if name in runs[index].points]
     if len(seeds) < 2:
         return None
-    curve = mean_curve([Curve.of_points(*runs[index].points[name]) for index in seeds])
+    curve = mean_curve([MetricCurve.of_points(*runs[index].points[name]) for index in seeds])
     assert curve.half is not None
     kept = thinned(curve, pixels)
     values, half = curve.values[kept], curve.half[kept]
@@ -245,10 +245,10 @@ def _plain(values: Sequence[float], *, is_whole: bool) -> list[float | str]:
     return [value if math.isfinite(value) else repr(value) for value in exact]
 
 
-def thinned(curve: Curve, pixels: int) -> NDArray[np.intp]:
+def thinned(curve: MetricCurve, pixels: int) -> NDArray[np.intp]:
     """Return the points to draw on ``pixels`` columns: minimum, maximum and non-finite values of each, and the ends.
 
-    >>> thinned(Curve.of_points(range(9), [0, 5, 1, 1, 1, 1, 1, -5, 1]), 2).tolist()
+    >>> thinned(MetricCurve.of_points(range(9), [0, 5, 1, 1, 1, 1, 1, -5, 1]), 2).tolist()
     [0, 1, 7, 8]
     """
     count = len(curve.steps)

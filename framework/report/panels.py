@@ -16,7 +16,7 @@ from ..hooks import HookRegistry, MetricPanel
 from ..names import as_names
 from ..option_words import option_text
 from ..runs import require
-from .curves import Curve, RecordedRun
+from .curves import DrawnRun, MetricCurve
 
 # The Okabe-Ito palette, distinguishable with any colour vision, without yellow, which is invisible on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -55,7 +55,7 @@ class Style:
         return cls(index % len(COLOURS), index // len(COLOURS))
 
 
-Trace = tuple[Curve, Style]
+Trace = tuple[MetricCurve, Style]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _expression(pattern: str) -> str:
     return "".join(texts)
 
 
-def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overlay: bool) -> Picture:
+def metric_picture(runs: Sequence[DrawnRun], patterns: Sequence[str], *, overlay: bool) -> Picture:
     """Show the matching metrics in one panel each or in one; raises :class:`UsageError` for none or too many."""
     metrics = _chosen(runs, patterns)
     problem = f"A panel can distinguish at most {MOST_CURVES} runs, but got {len(runs)}."
@@ -172,20 +172,20 @@ def elided(labels: Sequence[str]) -> list[str]:
     return [f"{start}{text.rstrip('-_/ ') if end else text}{end}" for text in cut]
 
 
-def common_title(runs: Sequence[RecordedRun]) -> str:
+def common_title(runs: Sequence[DrawnRun]) -> str:
     """Return the experiment and the strategy, if all runs share them."""
     experiments = {run.run.experiment for run in runs}
     names = {run.group or run.folder.resolve().name for run in runs}
     return "/".join([*experiments, *(names if len(names) == 1 else ())]) if len(experiments) == 1 else ""
 
 
-def _words(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
+def _words(runs: Sequence[DrawnRun], labels: Sequence[str]) -> list[str]:
     """Return the names of the runs for the file name."""
     several = labels if len(labels) <= FEW else [f"{len(labels)}_runs"]
     return [*common_title(runs).split("/"), *(several if len(labels) > 1 else ())]
 
 
-def _chosen(runs: Sequence[RecordedRun], patterns: Sequence[str]) -> list[str]:
+def _chosen(runs: Sequence[DrawnRun], patterns: Sequence[str]) -> list[str]:
     """Return the matching metrics, in the order of the patterns and the records."""
     names = list(dict.fromkeys(name for run in runs for name in run.names))
     others = list(dict.fromkeys(name for run in runs for name in run.others))
@@ -233,7 +233,7 @@ def near_names(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _overlaid(
-    runs: Sequence[RecordedRun], labels: Sequence[str], metrics: Sequence[str]
+    runs: Sequence[DrawnRun], labels: Sequence[str], metrics: Sequence[str]
 ) -> tuple[list[Panel], list[tuple[str, Style]]]:
     """Show all metrics in one panel: by colour for one run, by dashes for several."""
     if len(runs) == 1:
@@ -255,7 +255,7 @@ def _require_few(metrics: Sequence[str], most: int, why: str) -> None:
     require(len(metrics) <= most, f"The patterns match {len(metrics)} metrics, and {why}; {narrow}")
 
 
-def distinguishable_traces(runs: Sequence[RecordedRun], numbers: Mapping[str, int]) -> list[Trace]:
+def distinguishable_traces(runs: Sequence[DrawnRun], numbers: Mapping[str, int]) -> list[Trace]:
     """Return the curves of numbered metrics: coloured by metric for one run, else dashed by metric, coloured by run."""
     return [
         (run.curves[metric], Style.numbered(number if len(runs) == 1 else index + number * len(COLOURS)))
@@ -286,7 +286,7 @@ def hook_panels(picture: str) -> list[MetricPanel]:
     return sorted(panels, key=attrgetter("place"))
 
 
-def hook_picture(picture: str, runs: Sequence[RecordedRun]) -> Picture:
+def hook_picture(picture: str, runs: Sequence[DrawnRun]) -> Picture:
     """Show the panels that hooks define for a picture; raises :class:`UsageError` if no metric was recorded."""
     panels = hook_panels(picture)
     by_label = dict(zip(run_labels([run.folder.resolve() for run in runs]), runs, strict=True))
@@ -313,7 +313,7 @@ def hook_picture(picture: str, runs: Sequence[RecordedRun]) -> Picture:
     return Picture(words, common_title(runs), figure, legend, _missing(panels, by_label))
 
 
-def _panel(panel: MetricPanel, runs: Mapping[str, RecordedRun], numbers: Mapping[str, int]) -> Panel:
+def _panel(panel: MetricPanel, runs: Mapping[str, DrawnRun], numbers: Mapping[str, int]) -> Panel:
     unexplained = ALONE if len(runs) == 1 else 0
     by_metric = {metric: numbers.get(text, unexplained) for metric, text in panel.curves.items()}
     traces = distinguishable_traces(list(runs.values()), by_metric)
@@ -327,7 +327,7 @@ def _panel(panel: MetricPanel, runs: Mapping[str, RecordedRun], numbers: Mapping
     return Panel(panel.title, traces, panel.y_label, panel.log_y, panel.baseline, "; ".join(remarks))
 
 
-def _missing(panels: Sequence[MetricPanel], runs: Mapping[str, RecordedRun]) -> list[str]:
+def _missing(panels: Sequence[MetricPanel], runs: Mapping[str, DrawnRun]) -> list[str]:
     """Return sentences about runs without the metrics of a panel."""
     sentences = []
     for panel in panels:

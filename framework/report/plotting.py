@@ -11,7 +11,7 @@ from ..errors import listed, require
 from ..option_words import option_text
 from ..optional_packages import require_package
 from ..runs import run_folders, warn_of_changes
-from .curves import RecordedRun, read_curves
+from .curves import DrawnRun, read_curves
 from .panels import Look, Picture, matcher, metric_picture
 from .seeds import contrast, correct, groups_of, mean_curve
 
@@ -60,7 +60,7 @@ def save_picture(picture: Picture, look: Look, path: Path, about: tuple[str, str
     save(figure_of(picture, look), path, about)
 
 
-def read_runs(paths: Iterable[Path], wanted: Callable[[str], bool], x: Unit | None) -> tuple[list[RecordedRun], Unit]:
+def read_runs(paths: Iterable[Path], wanted: Callable[[str], bool], x: Unit | None) -> tuple[list[DrawnRun], Unit]:
     """Read the runs in folders, each once, with ``x`` as unit; by default epochs if all runs recorded them.
 
     Raises:
@@ -79,10 +79,10 @@ def read_runs(paths: Iterable[Path], wanted: Callable[[str], bool], x: Unit | No
     return [run.in_epochs() for run in runs] if unit == "epoch" else runs, unit
 
 
-def seeds_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overlay: bool) -> Picture:
+def seeds_picture(runs: Sequence[DrawnRun], patterns: Sequence[str], *, overlay: bool) -> Picture:
     """Show the matching metrics as means over seeds, with tests between groups at the last drawn point."""
     names = groups_of({str(run.folder): run.run for run in runs})
-    groups: dict[str, dict[Any, RecordedRun]] = {name: {} for name in names.values()}
+    groups: dict[str, dict[Any, DrawnRun]] = {name: {} for name in names.values()}
     sentences = []
     for run in runs:
         seed = run.run.seed
@@ -117,7 +117,7 @@ def seeds_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overl
     return replace(picture, panels=panels, sentences=[*picture.sentences, *sentences, *results])
 
 
-def _mean(group: str, runs: Sequence[RecordedRun]) -> RecordedRun:
+def _mean(group: str, runs: Sequence[DrawnRun]) -> DrawnRun:
     """Return one run with the mean of each metric over the runs that have it."""
     names = dict.fromkeys(name for run in runs for name in run.names)
     by_name = {name: [run.curves[name] for run in runs if name in run.curves] for name in names}
@@ -126,7 +126,7 @@ def _mean(group: str, runs: Sequence[RecordedRun]) -> RecordedRun:
     return replace(runs[0], curves=curves, names=[*names], group=group)
 
 
-def _last_values(group: Mapping[int, RecordedRun], metric: str, step: float) -> dict[int, float | None]:
+def _last_values(group: Mapping[int, DrawnRun], metric: str, step: float) -> dict[int, float | None]:
     curves = {seed: run.curves[metric] for seed, run in group.items() if metric in run.curves}
     return {seed: float(curve.values[curve.steps == step][0]) for seed, curve in curves.items()}
 

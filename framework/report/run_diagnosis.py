@@ -5,8 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..doctor import Curve as HistoryCurve
-from ..doctor import Diagnosis, diagnose
+from ..doctor import Curve, Diagnosis, diagnose
 from ..runs import RunRecord, history_without_metrics
 
 MOST_DIAGNOSED = 4096  # metrics, like in a history
@@ -28,7 +27,7 @@ def diagnosis_of(
     """
     history = history_without_metrics(folder, run)
     for name, (steps, values) in islice(points.items(), MOST_DIAGNOSED):
-        history.curves[name] = HistoryCurve.of_points(steps, values)
+        history.curves[name] = Curve.of_points(steps, values)
     history.step = last_step
     for alert in alerts:
         history.add_alert(alert)

@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import shortened
 from ..runs import RunRecord, differences
 from ..student_t import critical_t, two_sided_p
-from .curves import Curve
+from .curves import MetricCurve
 
 Numbers = Mapping[int, float | None]  # by seed; None where a run has no such number
 CONTRAST = ("difference", "low", "high", "t", "freedom", "p", "holm", "test", "seeds", "remark")  # of a contrast
@@ -43,14 +43,14 @@ def _finite(numbers: Numbers) -> dict[int, float]:
     return {seed: value for seed, value in numbers.items() if value is not None and abs(value) <= LARGEST}
 
 
-def mean_curve(curves: Sequence[Curve]) -> Curve:
+def mean_curve(curves: Sequence[MetricCurve]) -> MetricCurve:
     """Return the mean of curves at their common steps, with the half-width of its 95 % t-interval; none for one."""
     # Curves have shape (steps,), stacked values (curves, steps); half = t(0.975, n − 1) · deviation / √n at each step.
     steps = reduce(np.intersect1d, [curve.steps for curve in curves])
     values, count = np.stack([curve.values[np.searchsorted(curve.steps, steps)] for curve in curves]), len(curves)
     with np.errstate(all="ignore"):  # values may be non-finite
         half = critical_t(count - 1) * values.std(axis=0, ddof=1) / math.sqrt(count) if count > 1 else None
-        return Curve(steps, values.mean(axis=0), half)
+        return MetricCurve(steps, values.mean(axis=0), half)
 
 
 def contrast(a: Numbers, b: Numbers) -> dict[str, Any]:

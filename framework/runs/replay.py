@@ -97,7 +97,7 @@ def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
     import_module("loopscope.sinks")  # registers the shipped ones, which a script may not have used
     readable = [sink for sink in SinkRegistry if issubclass(sink, RecordSink)]
     best_first = sorted(readable, key=operator.attrgetter("lossless"), reverse=True)
-    files = {sink: folder / sink.leaves(strategy)[0] for sink in best_first}
+    files = {sink: folder / sink.file_names(strategy)[0] for sink in best_first}
     for sink, path in files.items():
         if path.is_file():
             return sink, path

@@ -194,11 +194,11 @@ class RunFolder:
     def _run_files(self) -> Iterator[Path]:
         """Yield every path that a run may write, the record last: it identifies a run, so it is removed last."""
         for entry in (*SinkRegistry, *HookRegistry):
-            names: Any = entry.leaves(self.strategy)
+            names: Any = entry.file_names(self.strategy)
             is_valid = isinstance(names, (list, tuple)) and all(Path(str(name)).name == name for name in names)
             if not is_valid:
-                accepted = "leaves(cls, strategy) must return a list of file names"
-                raise UsageError(f"leaves() of {source_location(entry)} returned {names!r}; {accepted}.")
+                accepted = "file_names(cls, strategy) must return a list of file names"
+                raise UsageError(f"file_names() of {source_location(entry)} returned {names!r}; {accepted}.")
             yield from (self.path / name for name in names)
         yield from (self.weights, self.checkpoints)
         yield from (self.path / name for name in (REWINDS, DIGESTS, ROWS, FILES, SUMMARY, CONFIG))

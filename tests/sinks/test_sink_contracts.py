@@ -277,7 +277,7 @@ def test_sink_class_with_bad_declaration_is_refused(sink_class):
 
 
 def test_sink_names_every_file_it_writes(sink_class, tmp_path, capsys):
-    """leaves() has plain file names without placeholders or folders."""
+    """file_names() has plain file names without placeholders or folders."""
     run_with(tmp_path, [sink_class()])
-    assert {path.name for path in tmp_path.iterdir()} <= set(sink_class.leaves("only"))
-    assert all("{" not in name and "/" not in name for name in sink_class.leaves("only"))
+    assert {path.name for path in tmp_path.iterdir()} <= set(sink_class.file_names("only"))
+    assert all("{" not in name and "/" not in name for name in sink_class.file_names("only"))

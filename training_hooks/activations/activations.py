@@ -128,7 +128,7 @@ class Activations(TrainingHook):
         self._chains: Mapping[str, Sequence[str]] = {}
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the name of the file of ``write_all``."""
         return [FamilyFile.name(cls.name, strategy)]
 

@@ -21,7 +21,7 @@ STAGES = ("weights", "batch", "input", "output", "loss", "gradient", "unknown")
 
 
 @dataclass(frozen=True)
-class Finding:
+class FirstProducer:
     """The producer of the first non-finite value, as a sentence; ``stage`` and ``position`` order findings in time."""
 
     stage: str
@@ -111,53 +111,59 @@ class FirstNonfinite(TrainingHook):
         loss = 0.0 if ctx.loss is None else ctx.loss
         return bool(torch.isfinite(norm + loss))
 
-    def _find(self, ctx: RunDataContext, bad_weights: Sequence[str], bad_gradients: Sequence[str]) -> Finding:
+    def _find(self, ctx: RunDataContext, bad_weights: Sequence[str], bad_gradients: Sequence[str]) -> FirstProducer:
         """Return the finding of the rank with the earliest producer."""
         finding = self._find_here(ctx, bad_weights, bad_gradients)
         if not ctx.ranks.are_many:
             return finding
         fields = (finding.stage, finding.sentence, finding.step, finding.position)
-        findings = [Finding(*values) for values in ctx.ranks.gather(fields)]
+        findings = [FirstProducer(*values) for values in ctx.ranks.gather(fields)]
         return min(findings, key=lambda item: item.order)
 
-    def _find_here(self, ctx: RunDataContext, bad_weights: Sequence[str], bad_gradients: Sequence[str]) -> Finding:
+    def _find_here(
+        self, ctx: RunDataContext, bad_weights: Sequence[str], bad_gradients: Sequence[str]
+    ) -> FirstProducer:
         step, count = ctx.step, len([*ctx.model.parameters()])
         if bad_weights:
             names = listed(bad_weights, NAMED)
             if ctx.hook_point is HookPoint.POST_BACKWARD:
                 step -= 1
             if step == 0:
-                return Finding("weights", f"The initial weights are not finite: {names}.", 0)
+                return FirstProducer("weights", f"The initial weights are not finite: {names}.", 0)
             sentence = (
                 f"In step {step:,} the optimizer wrote non-finite values into {len(bad_weights):,} of {count:,} "
                 f"parameters: {names}. Loss and gradients were finite."
             )
-            return Finding("weights", sentence, step)
+            return FirstProducer("weights", sentence, step)
         if bad_inputs := _nonfinite_inputs(ctx.batch_data):
-            return Finding("batch", f"The batch of step {step:,} is not finite: {listed(bad_inputs, NAMED)}.", step)
+            return FirstProducer(
+                "batch", f"The batch of step {step:,} is not finite: {listed(bad_inputs, NAMED)}.", step
+            )
         producer = self._repeated(ctx) if self._can_repeat else None
         if producer is not None:
-            return Finding(producer.kind, _describe(producer, ctx), step, producer.position)
+            return FirstProducer(producer.kind, _describe(producer, ctx), step, producer.position)
         return self._nearest(ctx, bad_gradients)
 
     def _repeated(self, ctx: RunDataContext) -> Producer | None:
         with ctx.replayed():
             return search(ctx.model, lambda: ctx.compute_batch_gradients(ctx.batch_data))
 
-    def _nearest(self, ctx: RunDataContext, bad_gradients: Sequence[str]) -> Finding:
+    def _nearest(self, ctx: RunDataContext, bad_gradients: Sequence[str]) -> FirstProducer:
         """Return the finding for a pass that is not repeated, or that is finite when it is repeated."""
         step = ctx.step
         if self._can_repeat and _is_nonfinite(ctx.loss):
             sentence = f"The loss of step {step:,} is {_value(ctx.loss)}, computed from finite outputs of all modules."
-            return Finding("loss", sentence, step)
+            return FirstProducer("loss", sentence, step)
         if not bad_gradients:
-            return Finding("loss", f"The loss of step {step:,} is {_value(ctx.loss)}; the gradients are finite.", step)
+            return FirstProducer(
+                "loss", f"The loss of step {step:,} is {_value(ctx.loss)}; the gradients are finite.", step
+            )
         why = "repeating the pass gave finite values" if self._can_repeat else "the loop gives no loss= to repeat it"
         sentence = (
             f"{len(bad_gradients):,} parameters have a non-finite gradient at step {step:,}; nearest to the loss is "
             f"{bad_gradients[-1]}, going by the order of the model ({why})."
         )
-        return Finding("unknown", sentence, step)
+        return FirstProducer("unknown", sentence, step)
 
     def is_urgent(self, metrics: Metrics) -> bool:
         """Return whether the step has a non-finite value, which is always reported at once."""

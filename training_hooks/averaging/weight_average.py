@@ -236,7 +236,7 @@ class WeightAverage(TrainingHook):
         return metrics
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the file names of both averages."""
         return [average_name(strategy, kind) for kind in KINDS]
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..measures import FamilyFile, SeriesBudget, drawn_loader, effective_rank, leading_share, notice
 from .attention_layers import AttentionLayer, HeadWeights, check_head_names, find_attention
-from .attention_scores import LayerCall, RowStatistics, record_attention, sampling_error
+from .attention_scores import HeadsCall, RowStatistics, record_attention, sampling_error
 
 PIECE = 16  # samples per forward pass, because the logits of a language model need much memory
 
@@ -213,7 +213,7 @@ class Attention(TrainingHook):
     _layers = Remembered(dict[str, AttentionLayer], saved=False)
     _inputs = Remembered(list[Any], saved=False)
     _outputs = Remembered[Mapping[str, Tensor]](dict, saved=False)
-    _calls = Remembered[Mapping[str, LayerCall]](dict, saved=False)
+    _calls = Remembered[Mapping[str, HeadsCall]](dict, saved=False)
     _read_at = Remembered[int | None](None, saved=False)
     _skipped = Remembered(set[str], saved=False)
     _file = Remembered(FamilyFile, merged=True)
@@ -241,7 +241,7 @@ class Attention(TrainingHook):
         self._budget, self._write_all = SeriesBudget(self.name, names, top, bottom), write_all
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the name of the file of ``write_all``."""
         return [FamilyFile.name(cls.name, strategy)]
 
@@ -384,7 +384,7 @@ def _by_head(column: str, layer: str, values: Tensor) -> dict[str, Any]:
     return {f"{column}/{layer}.{head}": list(value) if value.ndim else value for head, value in enumerate(values)}
 
 
-def _row_metrics(calls: Mapping[str, LayerCall]) -> dict[str, Any]:
+def _row_metrics(calls: Mapping[str, HeadsCall]) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     layers = {layer: call.statistics for layer, call in calls.items()}
     for layer, stats in layers.items():

@@ -190,7 +190,7 @@ class AttentionLogits(TrainingHook):
         self._budget = SeriesBudget(self.name, self.names, self.top, self.bottom)
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the name of the file with all heads."""
         return [FamilyFile.name(cls.name, strategy)]
 

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 @dataclass(frozen=True)
-class LayerCall:
+class HeadsCall:
     """The attention call of one layer: the number and width of its heads, and the statistics of their rows."""
 
     heads: int
@@ -118,7 +118,7 @@ class LayerReader:
     """
 
     def __init__(self) -> None:
-        self.calls: dict[str, LayerCall] = {}  # by name of the module
+        self.calls: dict[str, HeadsCall] = {}  # by name of the module
         self.outputs: dict[str, Tensor] = {}
         """Outputs of the fused projections for the first sample, by name of the module."""
         self.mode = ValueReader(self._record, self.is_running, self._record_values)
@@ -158,7 +158,7 @@ class LayerReader:
             return
         value = call.value[0].clone() if isinstance(call, FusedCall) and call.value is not None else None
         head_dim = call.query.shape[-1] if isinstance(call, FusedCall) else None
-        self.calls[name] = LayerCall(call.shape[1], head_dim, row_statistics(call), value)
+        self.calls[name] = HeadsCall(call.shape[1], head_dim, row_statistics(call), value)
         self._score_shape = call.tensors[0].shape
 
     def _record_values(self, weights: Tensor, values: Tensor) -> None:

@@ -16,7 +16,7 @@ from loopscope.training import Ranks, is_compiled
 from torch import Tensor, nn
 
 from ..measures import notice
-from .query_key_weights import QueryKeyLayer, Scaling
+from .query_key_weights import QueryKeyLayer, ScaledRows
 
 
 def largest_products(call: AttentionCall) -> Tensor:
@@ -71,7 +71,7 @@ class QKClip(InterventionHook):
     mutates = False
     commits = frozenset({StatePart.PARAMETERS})
     _layers = Remembered(dict[str, QueryKeyLayer], saved=False)
-    _scalings = Remembered(dict[str, list[Scaling]], saved=False)
+    _scalings = Remembered(dict[str, list[ScaledRows]], saved=False)
     _logits = Remembered(dict[str, Tensor], saved=False)
     metrics = """
         largest_logit | max over all heads of S, before the clip | (−∞, ∞)

@@ -22,7 +22,7 @@ NORM = re.compile(
 
 
 @dataclass(frozen=True)
-class Scaling:
+class ScaledRows:
     """Rows of one projection that are multiplied by a power of a head's factor."""
 
     projection: str
@@ -108,7 +108,7 @@ class QueryKeyLayer:
         """Whether any weight of queries and keys is trained."""
         return any(self.module.get_parameter(name).requires_grad for name in self.weight_names())
 
-    def scalings(self, call: AttentionCall, hook: str) -> list[Scaling]:
+    def scalings(self, call: AttentionCall, hook: str) -> list[ScaledRows]:
         """Return what multiplies the scores of head h by γ_h, in the order of rows that agrees with a call.
 
         Raises:
@@ -140,7 +140,7 @@ class QueryKeyLayer:
     def _unknown(self, hook: str, reason: str) -> UnsuitableError:
         return UnsuitableError(f"Hook {hook!r} cannot scale the logits of {self.name}: {reason}; leave the hook out.")
 
-    def _candidates(self, heads: int, width: int, sizes: Mapping[str, int]) -> Iterator[list[Scaling]]:
+    def _candidates(self, heads: int, width: int, sizes: Mapping[str, int]) -> Iterator[list[ScaledRows]]:
         """Yield the possible orders of rows, the most likely one first."""
         first, last = self.projections[0], self.projections[-1]
         if self.kind == "latent":
@@ -165,13 +165,13 @@ class QueryKeyLayer:
             yield self._shared(first, query, last, torch.arange(shared * width).view(-1, width))
             yield self._shared(first, query, last, torch.arange(2 * shared * width).view(shared, 2, width)[:, 0])
 
-    def _shared(self, query_part: str, query: Tensor, key_part: str, key: Tensor) -> list[Scaling]:
+    def _shared(self, query_part: str, query: Tensor, key_part: str, key: Tensor) -> list[ScaledRows]:
         """Return the scaling of queries and keys; keys that several heads share stay as they are."""
         if len(key) < len(query):
-            return [Scaling(query_part, query, 1.0, "query")]
-        return [Scaling(query_part, query, 0.5, "query"), Scaling(key_part, key, 0.5, "key")]
+            return [ScaledRows(query_part, query, 1.0, "query")]
+        return [ScaledRows(query_part, query, 0.5, "query"), ScaledRows(key_part, key, 0.5, "key")]
 
-    def _of_latent(self, heads: int, width: int, sizes: Mapping[str, int]) -> Iterator[list[Scaling]]:
+    def _of_latent(self, heads: int, width: int, sizes: Mapping[str, int]) -> Iterator[list[ScaledRows]]:
         # (q_nope, q_rope)·(k_nope, k_rope), where all heads share k_rope: γ^½ for q_nope and k_nope, γ for q_rope.
         plain = getattr(self.module, "qk_nope_head_dim", None)
         query, key = self.projections
@@ -182,16 +182,16 @@ class QueryKeyLayer:
         of_query = torch.arange(sizes[query]).view(heads, width)
         of_key = torch.arange(sizes[key]).view(heads, -1)[:, :plain]
         yield [
-            Scaling(query, of_query[:, :plain], 0.5, "query", (0, plain)),
-            Scaling(query, of_query[:, plain:], 1.0, "query", (plain, None)),
-            Scaling(key, of_key, 0.5, "key", (0, plain)),
+            ScaledRows(query, of_query[:, :plain], 0.5, "query", (0, plain)),
+            ScaledRows(query, of_query[:, plain:], 1.0, "query", (plain, None)),
+            ScaledRows(key, of_key, 0.5, "key", (0, plain)),
         ]
 
-    def _of_multihead(self, heads: int, width: int) -> list[Scaling]:
+    def _of_multihead(self, heads: int, width: int) -> list[ScaledRows]:
         rows = torch.arange(heads * width).view(heads, width)
         if self.module._parameters.get("in_proj_weight") is not None:
-            return [Scaling("in", rows, 0.5, "query"), Scaling("in", rows + heads * width, 0.5, "key")]
-        return [Scaling("q", rows, 0.5, "query"), Scaling("k", rows, 0.5, "key")]
+            return [ScaledRows("in", rows, 0.5, "query"), ScaledRows("in", rows + heads * width, 0.5, "key")]
+        return [ScaledRows("q", rows, 0.5, "query"), ScaledRows("k", rows, 0.5, "key")]
 
     def parameters(self, projection: str) -> Iterator[tuple[str, int, int]]:
         """Yield the parameters of a projection: name in the model, dimension of its outputs, first output."""
@@ -217,7 +217,7 @@ class QueryKeyLayer:
         if projection != "q" and parameters.get("bias_k") is not None:
             yield "bias_k", 2, -width if projection == "in" else 0
 
-    def scaled(self, model: nn.Module, scalings: Iterable[Scaling], factors: Tensor) -> dict[str, Tensor]:
+    def scaled(self, model: nn.Module, scalings: Iterable[ScaledRows], factors: Tensor) -> dict[str, Tensor]:
         """Return the parameters with the scores of every head multiplied by its factor, by name; shape (heads,)."""
         vectors: dict[str, tuple[int, Tensor]] = {}
         parameters = dict(model.named_parameters())
@@ -253,7 +253,7 @@ def fused_query_rows(total: int, heads: int, width: int, shared: int, *, grouped
     return parts[:, :-2].reshape(heads, width), parts[:, -2]
 
 
-def _agrees(output: Tensor, scaling: Scaling, call: AttentionCall) -> bool:
+def _agrees(output: Tensor, scaling: ScaledRows, call: AttentionCall) -> bool:
     """Return whether the norms of a call's queries or keys are proportional to those of the outputs, token by token.
 
     Rotary positions keep norms, and a scale changes all norms alike; a norm of the queries does not.

@@ -42,7 +42,7 @@ def preconditioned_curvature(direction: Vector, product: Vector, preconditioner:
 
 
 @dataclass(frozen=True)
-class Departure:
+class StepStart:
     """The start of a step: its number, the parameters before it, and the learning rate of each parameter.
 
     ``threshold`` is the optimizer's stability threshold at these learning rates, if known.
@@ -176,7 +176,7 @@ class Hessian(InterventionHook):
     needs_next_batch = True
     needs_prev_step_grads = True
     uses_reference_weights = True
-    _departure = Remembered[Departure | None](None, saved=False)
+    _departure = Remembered[StepStart | None](None, saved=False)
     _trail = Remembered(Trail, saved=False)
     _method = Remembered[Chosen]("", saved=False)
     metrics = (
@@ -220,7 +220,7 @@ class Hessian(InterventionHook):
             rates = {name: group.lr for group in groups for name in group.names if not math.isnan(group.lr)}
             steps = steps_taken(model_ctx.optimizer_state) + 1  # including the step that starts now
             threshold = stability_threshold(self._optimizer_class, groups, steps)
-            start = Departure(run_ctx.step, copied(trainable(run_ctx.model)), rates, threshold)
+            start = StepStart(run_ctx.step, copied(trainable(run_ctx.model)), rates, threshold)
             previous, self._departure = self._departure, start
             if previous is None or previous.step != run_ctx.step - 1 or not run_ctx.prev_step_grads:
                 self._trail = Trail()
@@ -233,7 +233,7 @@ class Hessian(InterventionHook):
             self._method = method  # once for all bursts of the run
         return {} if departure is None else _own_step(departure, model_ctx)
 
-    def _entanglement(self, previous: Departure, ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
+    def _entanglement(self, previous: StepStart, ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         gradient = ctx.prev_step_grads or {}
         live = trainable(model_ctx.model)
         after = model_ctx.compute_batch_gradients()
@@ -295,10 +295,10 @@ class Hessian(InterventionHook):
         kept = dict(state)
         self._method = kept.pop("method", "")
         self._trail = Trail(**kept.pop("trail", {}))
-        self._departure = Departure(**kept) if kept else None
+        self._departure = StepStart(**kept) if kept else None
 
 
-def _own_step(departure: Departure, model_ctx: ModelDataContext) -> Metrics:
+def _own_step(departure: StepStart, model_ctx: ModelDataContext) -> Metrics:
     """Return the effect of an update on the gradient and loss of its own batch."""
     live = trainable(model_ctx.model)
     start = moved_like(live, departure.parameters)

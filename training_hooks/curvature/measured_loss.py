@@ -21,7 +21,7 @@ Rise = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchHessian:
     """The Hessian of the mean loss over one batch with ``rows`` rows; ``times`` multiplies a vector by it."""
 
     rows: int
@@ -61,12 +61,12 @@ class MeasuredLoss:
 
         return self._mean(flat_gradient)
 
-    def hessians(self, method: Method, epsilon: float) -> list[Part]:
+    def hessians(self, method: Method, epsilon: float) -> list[BatchHessian]:
         """Return the Hessian of each batch; exact ones keep the graphs of all batches."""
         products = [self.model_ctx.hessian_operator(batch, method=method, epsilon=epsilon) for batch in self.batches]
-        return [Part(*pair) for pair in zip(self.rows, products, strict=True)]
+        return [BatchHessian(*pair) for pair in zip(self.rows, products, strict=True)]
 
-    def product(self, parts: Sequence[Part]) -> Product:
+    def product(self, parts: Sequence[BatchHessian]) -> Product:
         """Return the product of the Hessian of the mean loss over the rows of ``parts`` with flat vectors."""
         total_rows = sum(part.rows for part in parts)
 

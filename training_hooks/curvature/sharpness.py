@@ -27,7 +27,7 @@ from .lanczos import (
     rademacher,
     residuals,
 )
-from .measured_loss import CRITICAL_SHARPNESS, MeasuredLoss, Part, gradient_metrics, update_metrics
+from .measured_loss import CRITICAL_SHARPNESS, BatchHessian, MeasuredLoss, gradient_metrics, update_metrics
 from .product_method import CHOICES, EXACT_PRODUCTS, Choice, Chosen, choose_method
 from .stability import adam_preconditioner, refuse_exact_on_shards, stability_threshold, steps_taken
 
@@ -49,7 +49,7 @@ def top_metrics(product: Product, run: Tridiagonal, count: int) -> dict[str, Met
 
 
 def rows_metrics(
-    loss: MeasuredLoss, parts: Sequence[Part], start: Tensor, iterations: int, sharpness: Tensor
+    loss: MeasuredLoss, parts: Sequence[BatchHessian], start: Tensor, iterations: int, sharpness: Tensor
 ) -> dict[str, MetricValue]:
     """Return mean excess over ``sharpness`` and spread of the largest eigenvalue of few rows.
 

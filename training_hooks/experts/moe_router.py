@@ -133,7 +133,7 @@ class MoeRouter(TrainingHook):
         self._has_warned = False
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the name of the file with all layers and experts."""
         return [FamilyFile.name(cls.name, strategy)]
 

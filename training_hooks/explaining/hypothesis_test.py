@@ -141,7 +141,7 @@ class HypothesisTest(DebugInterventionHook):
 
 
 @dataclass(frozen=True)
-class Batches:
+class TrialBatches:
     """The batches of the branches."""
 
     orders: Sequence[Sequence[Batch]]
@@ -156,7 +156,7 @@ class Batches:
 
 def planned_batches(
     run_ctx: RunDataContext, model_ctx: ModelDataContext, branches: int, steps: int, shared: int
-) -> Batches:
+) -> TrialBatches:
     """Return the batches of branches whose first ``shared`` batches are the same.
 
     Between two steps of a loop whose data are unknown, random halves of the rows of its last batch are the batches.
@@ -174,14 +174,16 @@ def planned_batches(
     fixed = [[*islice(coming, FIXED_BATCHES)] for _ in range(branches)]
     orders = [own] + [[*own[:shared], *islice(coming, steps - shared)] for _ in range(branches - 1)]
     if not shared:
-        return Batches(orders, fixed, [], [])
+        return TrialBatches(orders, fixed, [], [])
     spare = [*islice(coming, branches)]
     count = branches * steps
     candidates = [*islice(coming, 2 * count)]
     others = exclude_shared_rows(own[shared - 1], candidates)
     if len(others) < count:  # a small data set, in which batches share rows
         others = candidates
-    return Batches(orders, fixed, spare, [others[place * steps : (place + 1) * steps] for place in range(branches)])
+    return TrialBatches(
+        orders, fixed, spare, [others[place * steps : (place + 1) * steps] for place in range(branches)]
+    )
 
 
 def _with_first(first: Batch, coming: Iterator[Batch]) -> Iterator[Batch]:
@@ -205,7 +207,7 @@ def _with_halves(last: Batch | None, coming: Iterator[Batch]) -> Iterator[Batch]
 class Trials:
     """Branches from the current state, each rolled back."""
 
-    def __init__(self, model_ctx: ModelDataContext, batches: Batches, event: int, usual_norm: float) -> None:
+    def __init__(self, model_ctx: ModelDataContext, batches: TrialBatches, event: int, usual_norm: float) -> None:
         """Measure the losses at the state before the branches; ``event`` is the index of the event's step, or −1."""
         self.model_ctx, self._batches, self._event = model_ctx, batches, event
         self._usual_norm = usual_norm

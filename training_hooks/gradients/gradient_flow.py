@@ -175,7 +175,7 @@ class GradientFlow(TrainingHook):
         self._chains: Chains = {}
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the name of the file of ``write_all``."""
         return [FamilyFile.name(cls.name, strategy)]
 

@@ -141,7 +141,7 @@ class GradientOverflow(TrainingHook):
         self._alarms = {subject: Alarm(self.overflow_threshold, self.noise_threshold) for subject in self._ledgers}
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the name of the file of ``write_all``."""
         return [FamilyFile.name(cls.name, strategy)]
 

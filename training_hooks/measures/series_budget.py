@@ -77,7 +77,7 @@ class FamilyFile(Remembering):
 
     @staticmethod
     def name(hook: str, strategy: str) -> str:
-        """Return the name of the file, for :meth:`TrainingHook.leaves`."""
+        """Return the name of the file, for :meth:`TrainingHook.file_names`."""
         return f"{strategy}.{hook}.jsonl"
 
     def start(self, hook: str, run: RunInfo) -> None:

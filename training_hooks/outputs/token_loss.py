@@ -209,7 +209,7 @@ class TokenLoss(TrainingHook):
         self._calls: list[TokenCall] = []
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the name of the file with all sources."""
         return [FamilyFile.name(cls.name, strategy)]
 

@@ -149,7 +149,7 @@ class OptimizerHealth(InterventionHook):
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=self.interval)
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the name of the file with the values of all parameters."""
         return (FamilyFile.name(cls.name, strategy),)
 

@@ -135,7 +135,7 @@ class ParameterNorms(TrainingHook):
         self.point_schedules = {HookPoint.POST_STEP: StepSchedule(mode="stride", every_n_steps=self.interval)}
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the name of the file with the values of all parameters."""
         return (FamilyFile.name(cls.name, strategy),)
 

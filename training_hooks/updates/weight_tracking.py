@@ -122,7 +122,7 @@ class WeightTracking(TrainingHook):
         self._budget = SeriesBudget(self.name, self.names, self.top, self.bottom)
 
     @classmethod
-    def leaves(cls, strategy: str) -> Sequence[str]:
+    def file_names(cls, strategy: str) -> Sequence[str]:
         """Return the name of the file of ``write_all``."""
         return [FamilyFile.name(cls.name, strategy)]
 

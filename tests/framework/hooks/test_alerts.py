@@ -140,7 +140,7 @@ def test_alerts_follow_the_jsonl_record(tmp_path):
         first.make_sinks = lambda: [CSVSink()]
         first.run()
     assert not (tmp_path / "small/plain" / ALERTS).exists()
-    assert ALERTS in JSONLSink.leaves("plain")
+    assert ALERTS in JSONLSink.file_names("plain")
 
 
 @pytest.mark.some_rows(2)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from loopscope.hooks import HookPoint
 from loopscope.report import Look, metric_picture, read_curves
-from loopscope.report.curves import RecordedRun
+from loopscope.report.curves import DrawnRun
 from loopscope.report.drawing import figure_of
 from loopscope.runs import CONFIG
 from loopscope.sinks import CSVSink, JSONLSink
@@ -55,7 +55,7 @@ def curve_record(root: Path, values: list[float], *, strategy: str = "only") -> 
     return record(root, [(step, {CURVE: value}) for step, value in enumerate(values, 1)], strategy=strategy)
 
 
-def everything(folder: Path) -> RecordedRun:
+def everything(folder: Path) -> DrawnRun:
     """Read all curves of a record."""
     return read_curves(folder, lambda name: True)
 

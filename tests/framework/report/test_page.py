@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loopscope.cli import main
 from loopscope.hooks import ALERTS, HookPoint, Series
 from loopscope.report import inspect_run, page
-from loopscope.report.curves import Curve
+from loopscope.report.curves import MetricCurve
 from loopscope.report.page import LARGEST_PAGE, thinned
 from loopscope.runs import SUMMARY
 from scipy import stats
@@ -90,7 +90,7 @@ def test_nonfinite_values_and_partial_metrics_are_shown(tmp_path: Path) -> None:
 @given(st.lists(st.floats(width=32), min_size=1, max_size=200), st.integers(1, 20))
 def test_thinning_keeps_ends_extremes_and_nonfinite_values(values: list[float], pixels: int) -> None:
     """The number of points is at most five per pixel plus two."""
-    curve = Curve.of_points(range(len(values)), values)
+    curve = MetricCurve.of_points(range(len(values)), values)
     kept = thinned(curve, pixels)
     assert {0, len(values) - 1} <= set(kept.tolist())
     assert len(kept) <= 5 * pixels + 2

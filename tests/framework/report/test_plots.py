@@ -15,7 +15,7 @@ from loopscope import experiments, sinks, training_hooks
 from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint, HookRegistry, MetricPanel, Series
 from loopscope.report import Look, hook_picture, matcher, metric_picture
-from loopscope.report.curves import Curve
+from loopscope.report.curves import MetricCurve
 from loopscope.report.drawing import figure_of, running_mean
 from loopscope.report.panels import COLOURS
 from loopscope.runs import run_folders
@@ -133,7 +133,7 @@ def test_smoothing_draws_mean_over_faint_raw_curve(tmp_path):
 def test_running_means_match_brute_force(window, geometric):
     values = np.random.default_rng(0).normal(size=100)
     values[[3, 4, 50, 97]] = NAN, INF, -INF, NAN
-    means = running_mean(Curve(np.arange(100.0), values), window, geometric=geometric).values
+    means = running_mean(MetricCurve(np.arange(100.0), values), window, geometric=geometric).values
     for index, value in enumerate(means):
         half = min(window // 2, index, 99 - index)
         around = values[index - half : index + half + 1]
@@ -145,7 +145,7 @@ def test_running_means_match_brute_force(window, geometric):
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=9), st.integers(1, 12))
 def test_smoothing_keeps_both_end_points(values, window):
     """The property holds for curves of any length, since the window shrinks toward the ends."""
-    smooth = running_mean(Curve(np.arange(float(len(values))), np.array(values)), window).values
+    smooth = running_mean(MetricCurve(np.arange(float(len(values))), np.array(values)), window).values
     assert (len(smooth), smooth[0], smooth[-1]) == (len(values), values[0], values[-1])
     halves = [min(window // 2, index, len(values) - 1 - index) for index in range(len(values))]
     expected = [np.mean(values[index - half : index + half + 1]) for index, half in enumerate(halves)]
@@ -155,7 +155,7 @@ def test_smoothing_keeps_both_end_points(values, window):
 def test_spike_leaves_no_rounding_error_behind():
     """The running mean is exact again as soon as the window has passed the spike."""
     values = np.array([1e20] + [1e-6] * 50)
-    means = running_mean(Curve(np.arange(51.0), values), 5).values
+    means = running_mean(MetricCurve(np.arange(51.0), values), 5).values
     np.testing.assert_allclose(means[3:], 1e-6, rtol=1e-12)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from loopscope.hooks import WrittenCall, attention_calls
 from loopscope.training_hooks.circuits.attention_scores import (
-    LayerCall,
+    HeadsCall,
     RowStatistics,
     record_attention,
     row_statistics,
@@ -35,7 +35,7 @@ PADDED = np.arange(TOKENS) < np.array([5, 3, 4, 1])[:, None]
 
 
 @torch.no_grad()
-def recorded_call(model: nn.Module, module: nn.Module | None = None, inputs: torch.Tensor | None = None) -> LayerCall:
+def recorded_call(model: nn.Module, module: nn.Module | None = None, inputs: torch.Tensor | None = None) -> HeadsCall:
     with record_attention({"only": module or model}) as reader:
         model.eval()(tokens() if inputs is None else inputs)
     return reader.calls["only"]
@@ -45,7 +45,7 @@ def tokens() -> torch.Tensor:
     return 2 * torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def assert_rows(call: LayerCall, expected: list[dict]) -> None:
+def assert_rows(call: HeadsCall, expected: list[dict]) -> None:
     assert call.heads == len(expected)
     rows = call.statistics
     for name, values in (("entropy", rows.entropy), ("share", rows.normalised_entropy), ("largest", rows.largest)):

@@ -237,7 +237,7 @@ def test_whole_families_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "unused").mkdir()
     monkeypatch.chdir(tmp_path)
     trained(mixture(), [MoeRouter(interval=1, write_all=True, top=0, bottom=0)])
-    (line,) = (tmp_path / "unused" / MoeRouter.leaves("only")[0]).read_text().splitlines()
+    (line,) = (tmp_path / "unused" / MoeRouter.file_names("only")[0]).read_text().splitlines()
     assert '"load": {"layers.0.gate/0"' in line
 
 

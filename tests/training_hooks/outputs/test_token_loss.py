@@ -239,7 +239,7 @@ def test_whole_families_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "unused").mkdir()
     monkeypatch.chdir(tmp_path)
     sourced(TokenLoss(interval=1, source="origin", top=0, bottom=0, write_all=True), list("abcdef"))
-    (line,) = (tmp_path / "unused" / TokenLoss.leaves("only")[0]).read_text().splitlines()
+    (line,) = (tmp_path / "unused" / TokenLoss.file_names("only")[0]).read_text().splitlines()
     assert {*json.loads(line)["source"]} == {*"abcdef"}
 
 
