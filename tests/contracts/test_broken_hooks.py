@@ -150,7 +150,7 @@ REFUSED = [
     Broken("schedule in its constructor", "def __init__(self):\n    self.step_schedule = 10\n" + COMPUTE, "Hook 'spread' has step_schedule = 10"),
     Broken("schedules of the wrong type", "point_schedules = StepSchedule()\n" + COMPUTE, "has point_schedules = StepSchedule.*; it must be a dict by hook point"),
     Broken("file in a text", "@classmethod\ndef file_names(cls, strategy):\n    return 'spread.txt'\n" + COMPUTE, r"file_names\(\) of .* returned 'spread.txt'; .*return a list of file names"),
-    Broken("leaves of an object", "def file_names(self, strategy):\n    return []\n" + COMPUTE, r"has a method leaves .*leaves\(cls, strategy\)"),
+    Broken("file names of an object", "def file_names(self, strategy):\n    return []\n" + COMPUTE, r"has a method file_names .*file_names\(cls, strategy\)"),
     Broken("no compute", "def computes(self, ctx):\n    return {}\n", r"must define compute\(\)"),
     Broken("no description", "metrics = ''\n" + COMPUTE, r"must define describe_metrics\(\) \(or a table metrics\)"),
     Broken("description in a list", "metrics = ['std']\n" + COMPUTE, "has metrics that are not a string with rows"),
