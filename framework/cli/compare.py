@@ -43,7 +43,7 @@ def compare(words: Sequence[str]) -> None:
     comparison = compare_runs(list(runs.values()), given["metrics"])
     if given["markdown"] and given["max_bytes"] is None:
         given["max_bytes"] = 0
-    fields = ("partings", "differences", "tests", "spreads", "sentences", "runs")
+    fields = ("first_differences", "differences", "tests", "spreads", "sentences", "runs")
     output = Output.of("compare", words, given)
     output.write(
         comparison,
@@ -78,7 +78,7 @@ def _tables(comparison: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]
         return {"number": f"{groups}: {kind} {short.get(name, name)}", **others}
 
     tested = sum(test["p"] is not None for test in comparison["tests"])
-    other = next((f" from {entry['other']}" for entry in comparison["partings"]), "")
+    other = next((f" from {entry['other']}" for entry in comparison["first_differences"]), "")
     differ = [(f"{entry['part']} {entry['name']}", _by_value(entry["values"])) for entry in comparison["differences"]]
     return {
         "Runs": [_run_row(run, names[:MOST_METRICS], short, last=last) for run in comparison["runs"]],
@@ -88,7 +88,7 @@ def _tables(comparison: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]
         ),
         "Differing settings": [{"": name, "runs": values} for name, values in differ],
         f"First differing step{other}": [
-            {"run": entry["run"], "at": _where(entry)} for entry in comparison["partings"]
+            {"run": entry["run"], "at": _where(entry)} for entry in comparison["first_differences"]
         ],
     }
 

@@ -63,7 +63,7 @@ def compare_runs(found_runs: Sequence[FoundRun], patterns: str | Sequence[str] =
     return {
         **compare_over_seeds(runs, scans, last=bool(patterns)),
         "differences": differing_parts(records),
-        "partings": [
+        "first_differences": [
             {"run": other, "other": first, **first_difference(scans[first], scans[other])} for other in others
         ],
     }

@@ -15,7 +15,18 @@ from ..student_t import critical_t, two_sided_p
 from .curves import MetricCurve
 
 Numbers = Mapping[int, float | None]  # by seed; None where a run has no such number
-CONTRAST = ("difference", "low", "high", "t", "freedom", "p", "holm", "test", "seeds", "remark")  # of a contrast
+CONTRAST = (
+    "difference",
+    "low",
+    "high",
+    "t",
+    "degrees_of_freedom",
+    "p",
+    "holm",
+    "test",
+    "seeds",
+    "remark",
+)  # of a contrast
 LARGEST = 1e150  # its square is finite; larger numbers count as non-finite
 NO_SPREAD = 1e-12  # relative to the largest value: the rounding error of equal differences
 FEW = 3  # at most this many options name a group of a strategy
@@ -78,7 +89,7 @@ def contrast(a: Numbers, b: Numbers) -> dict[str, Any]:
     freedom, t = 1 / sum((square / error**2) ** 2 / df for square, df in squares), difference / error
     half = critical_t(freedom) * error
     result |= {"difference": difference, "low": difference - half, "high": difference + half}
-    return result | {"t": t, "freedom": freedom, "p": two_sided_p(t, freedom)}
+    return result | {"t": t, "degrees_of_freedom": freedom, "p": two_sided_p(t, freedom)}
 
 
 def no_contrast(remark: str) -> dict[str, Any]:

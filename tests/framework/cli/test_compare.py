@@ -71,7 +71,7 @@ def output(capsys, *words: str | Path) -> str:
 
 
 def first_difference(capsys, *words: str | Path) -> tuple[Any, ...]:
-    (entry,) = comparison(capsys, *(words or ["runs"]))["partings"]
+    (entry,) = comparison(capsys, *(words or ["runs"]))["first_differences"]
     return entry["step"], entry["metrics"], entry["points"], entry["problem"]
 
 
@@ -93,7 +93,7 @@ def test_real_multi_seed_runs_are_compared(capsys, tmp_path) -> None:
     sign = 1 if test["a"].startswith("plain") else -1
     assert test["difference"] == pytest.approx(sign * (sum(plain) - sum(clipped)) / 3)
     assert {row["name"] for row in compared["differences"]} >= {"seed", "grad_clip"}
-    (pair,) = comparison(capsys, "out/seed-0")["partings"]
+    (pair,) = comparison(capsys, "out/seed-0")["first_differences"]
     assert 1 <= pair["step"] <= 6
 
 
@@ -246,7 +246,7 @@ def test_readable_parts_of_damaged_runs_are_compared(file: str, content: str | N
     assert [row["run"] for row in compared["runs"]] == ["a", "b", "c"]
     assert any(text.startswith(sentence) for text in compared["sentences"])
     expected = {"c": None} if content in ("[]", None) else {"b": 20, "c": None}
-    assert {entry["run"]: entry["step"] for entry in compared["partings"]} == expected
+    assert {entry["run"]: entry["step"] for entry in compared["first_differences"]} == expected
 
 
 def test_unfinished_and_unrelated_runs_are_compared(capsys) -> None:
@@ -299,7 +299,9 @@ def test_oversized_records_are_not_read(limit: str, capsys, monkeypatch) -> None
         {"MOST_BYTES": 500, "MOST_LINE": 300, "MOST_METRICS": 2, "MOST_WAITING": 99}[limit],
     )
     compared = comparison(capsys, "runs")
-    problems = [row["problem"] for row in compared["runs"]] + [entry["problem"] for entry in compared["partings"]]
+    problems = [row["problem"] for row in compared["runs"]] + [
+        entry["problem"] for entry in compared["first_differences"]
+    ]
     assert "more than" in problems[0] + problems[-1] or "the limit is" in problems[0]
     assert problems[1] == ""
 

@@ -29,7 +29,7 @@ def test_spreads_match_scipy(pair) -> None:
 
 def assert_same_test(result: dict, expected) -> None:
     interval = expected.confidence_interval(0.95)
-    names = ("t", "p", "freedom", "low", "high")
+    names = ("t", "p", "degrees_of_freedom", "low", "high")
     numbers = [expected.statistic, expected.pvalue, expected.df, interval.low, interval.high]
     assert [result[name] for name in names] == pytest.approx(numbers, rel=1e-7)
 
