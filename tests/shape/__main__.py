@@ -1,53 +1,84 @@
-"""Print the table of ``make shape``: the size of one step, of the author's imports, and of functions."""
+"""The table of ``make shape``: ``--check`` fails above a limit, ``--write`` renews docs/architecture.md."""
 
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from tests.shape.counts import imported_by_hooks, lambdas, one_step, short_functions, state_exports
+from tests.shape.counts import (
+    ROOT,
+    code_lines,
+    import_circles,
+    imported_by_hooks,
+    lambdas,
+    one_step,
+    repeated_class_names,
+    state_exports,
+)
 
-TARGETS = {
-    "files of one step with one observer": "12",
-    "functions of one step with one observer": "45",
-    "lines loaded by import loopscope.hooks": "6,000",
-    "lowbit modules among them": "0",
-    "lambdas": "59",
-    "functions of at most two lines, in percent": "20",
-    "names exported by state": "30",
-}
+PAGE = ROOT / "docs/architecture.md"
+START, END = "<!-- shape -->\n", "<!-- end of shape -->"
 
 
-def measured() -> Iterator[tuple[str, str]]:
-    """Yield the name and the value of every measure."""
+class Measure(NamedTuple):
+    """A measure of the source code and its limit."""
+
+    name: str
+    value: int
+    limit: int
+
+
+def measures() -> Iterator[Measure]:
+    """Yield every measure."""
     calls = one_step()
     lines, modules = imported_by_hooks()
-    values = (
-        f"{len({file for file, _ in calls})}",
-        f"{len(calls)}",
-        f"{lines:,}",
-        f"{sum('.lowbit' in module for module in modules)}",
-        f"{lambdas()}",
-        f"{short_functions():.1f}",
-        f"{state_exports()}",
-    )
-    yield from zip(TARGETS, values, strict=True)
+    yield Measure("files of one step with one observer", len({file for file, _ in calls}), 12)
+    yield Measure("functions of one step with one observer", len(calls), 45)
+    yield Measure("lines that `import loopscope.hooks` loads", lines, 2_500)
+    yield Measure("`lowbit` modules among them", sum(".lowbit" in module for module in modules), 0)
+    yield Measure("lambdas", lambdas(), 59)
+    yield Measure("names exported by `loopscope.state`", state_exports(), 30)
+    yield Measure("class names that two classes share", len(repeated_class_names()), 0)
+    yield Measure("circles of modules, imports for types included", len(import_circles()), 0)
+    yield Measure("lines of code in `framework` without `lowbit`", code_lines(), 31_000)
 
 
-def write(line: str) -> None:
-    """Write one line to standard output."""
-    sys.stdout.write(line + "\n")
+def table(found: list[Measure]) -> str:
+    """Return the measures as a table of the page."""
+    rows = [f"| {item.name} | {item.value:,} | {item.limit:,} |\n" for item in found]
+    return "| measure | now | at most |\n|---|---|---|\n" + "".join(rows)
 
 
-def print_table() -> None:
-    """Print one line per measure; with ``--step``, also the functions of the step by file."""
-    write(f"{'measure':45}{'measured':>10}{'at most':>10}")
-    for name, value in measured():
-        write(f"{name:45}{value:>10}{TARGETS[name]:>10}")
-    if "--step" in sys.argv[1:]:
-        for file, function in sorted(one_step()):
-            write(f"  {file}: {function}")
-    if "--imports" in sys.argv[1:]:
-        for module in imported_by_hooks()[1]:
-            write(f"  {module}")
+def write(text: str) -> None:
+    """Write to standard output."""
+    sys.stdout.write(text)
 
 
-print_table()
+def main(arguments: list[str]) -> int:
+    """Print the table; with ``--check``, return 1 if a measure is above its limit or the page has another value."""
+    found = list(measures())
+    write(table(found))
+    page = PAGE.read_text("utf-8")
+    before, rest = page.split(START)
+    after = rest.split(END)[1]
+    new = f"{before}{START}\n{table(found)}\n{END}{after}"
+    if "--write" in arguments:
+        PAGE.write_text(new, "utf-8")
+    if "--step" in arguments:
+        write("".join(f"  {file}: {function}\n" for file, function in sorted(one_step())))
+    if "--imports" in arguments:
+        write("".join(f"  {module}\n" for module in imported_by_hooks()[1]))
+    if "--check" not in arguments:
+        return 0
+    above = [
+        f"{item.name}: {item.value:,} is above the limit of {item.limit:,}\n"
+        for item in found
+        if item.value > item.limit
+    ]
+    if new != page:
+        above.append("docs/architecture.md has other figures: run make shape ARGS=--write\n")
+    write("".join(above))
+    return int(bool(above))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -4,7 +4,10 @@ import ast
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -18,7 +21,6 @@ from torch import nn
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("framework", "training_hooks", "sinks", "experiments")
 MEASURED_STEP = 10
-SHORT = 2  # lines of a function's body, without its docstring
 
 IMPORT = """
 import sys
@@ -77,31 +79,99 @@ def imported_by_hooks() -> tuple[int, list[str]]:
     return sum(len(Path(path).read_text("utf-8").splitlines()) for path in modules.values()), [*modules]
 
 
-def trees() -> Iterator[ast.Module]:
-    """Yield the syntax trees of the four folders of source code."""
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield ast.parse(path.read_text("utf-8"))
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Return the syntax trees of the four folders of source code, by path."""
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {path: ast.parse(path.read_text("utf-8")) for path in paths}
 
 
 def lambdas() -> int:
     """Return the number of lambdas in the source code."""
-    return sum(isinstance(node, ast.Lambda) for tree in trees() for node in ast.walk(tree))
-
-
-def short_functions() -> float:
-    """Return the percentage of functions whose body has at most two lines, without the docstring."""
-    functions = [
-        node for tree in trees() for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
-    return 100 * sum(_lines_of_body(function) <= SHORT for function in functions) / len(functions)
-
-
-def _lines_of_body(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return body[-1].end_lineno - body[0].lineno + 1 if body else 0  # type: ignore[operator]
+    return sum(isinstance(node, ast.Lambda) for tree in trees().values() for node in ast.walk(tree))
 
 
 def state_exports() -> int:
     """Return the number of names that ``loopscope.state`` exports."""
     return len(loopscope.state.__all__) if inspect.ismodule(getattr(loopscope, "state", None)) else 0
+
+
+def repeated_class_names() -> dict[str, int]:
+    """Return the names of classes that several classes of the source code have, with their numbers."""
+    classes = (node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return {name: count for name, count in Counter(classes).items() if count > 1}
+
+
+def import_circles() -> list[list[str]]:
+    """Return the circles of files that import each other, imports for types included; interfaces are left out."""
+    below: dict[str, set[str]] = {}
+    modules = {_dotted(path): str(path.relative_to(ROOT)) for path in trees()}
+    for path, tree in trees().items():
+        file = modules[_dotted(path)]
+        imported = {modules[name] for node in ast.walk(tree) for name in _imported(node, path) if name in modules}
+        below[file] = {other for other in imported if other != file and not other.endswith("__init__.py")}
+    return [sorted(circle) for circle in _strongly_connected(below) if len(circle) > 1]
+
+
+def _dotted(path: Path) -> str:
+    """Return the name under which a file is imported."""
+    folder, *rest = path.relative_to(ROOT).with_suffix("").parts
+    inner = [part for part in (folder, *rest) if part not in ("framework", "__init__")]
+    return ".".join(["loopscope", *inner])
+
+
+def _imported(node: ast.AST, path: Path) -> Iterator[str]:
+    """Yield the dotted names that an import may load."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        package = _dotted(path).split(".")
+        above = package[: len(package) - node.level + (path.name == "__init__.py")] if node.level else []
+        module = ".".join([*above, *([node.module] if node.module else [])])
+        yield module
+        yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _strongly_connected(below: Mapping[str, set[str]]) -> Iterator[set[str]]:
+    """Yield the sets of nodes that reach each other, by reachability of each node."""
+
+    def reached(start: str) -> set[str]:
+        seen, waiting = set[str](), [start]
+        while waiting:
+            following = below.get(waiting.pop(), set()) - seen
+            seen |= following
+            waiting += following
+        return seen
+
+    reach = {node: reached(node) for node in below}
+    done = set[str]()
+    for node in below:
+        if node not in done:
+            circle = {other for other in reach[node] if node in reach.get(other, ())} | {node}
+            done |= circle
+            yield circle
+
+
+def code_lines() -> int:
+    """Return the lines of code of ``framework`` without ``lowbit``: no docstrings, comments and blank lines."""
+    return sum(
+        _code_lines(path, tree)
+        for path, tree in trees().items()
+        if path.relative_to(ROOT).parts[0] == "framework" and "lowbit" not in path.parts
+    )
+
+
+def _code_lines(path: Path, tree: ast.Module) -> int:
+    texts = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type not in skipped and token.type != tokenize.ENCODING:
+                lines |= {*range(token.start[0], token.end[0] + 1)}
+    return len(lines - texts)
