@@ -183,7 +183,7 @@ class RunState:
         return {
             "state": capture_state(manager.state, manager.isolation.run_streams),
             "hooks": manager.hooks.state_dict(),
-            "metrics": manager.dispatch.state_dict(),
+            "metrics": manager.delivery.state_dict(),
             "samples": manager.profiler.samples,
             "errors": manager.hooks.failures.errors,
             "left_out": manager.hooks.failures.left_out,
@@ -208,7 +208,7 @@ class RunState:
             state.loop.pre_epoch = manager.pre_epoch_copy
             state.loop.pre_epoch.save(state)
         restore_state(content["state"], state, where)
-        manager.dispatch.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})
+        manager.delivery.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})
         manager.hooks.load_state_dict(content["hooks"])
         last = state.loop.step + len(manager.task.loader)
         manager.hooks.failures.reloaded = dict.fromkeys(content["hooks"], last)

@@ -112,8 +112,8 @@ class Checkpointing:
             notice(f"The checkpoint of step {step} is skipped. {of_all_ranks[0]}")
             return
         with self.manager.between_steps():
-            dispatch = self.manager.dispatch
-            manifest, sink_files = {**self.describe(), "sinks": dispatch.positions()}, dispatch.files()
+            delivery = self.manager.delivery
+            manifest, sink_files = {**self.describe(), "sinks": delivery.positions()}, delivery.files()
         if self.digests is not None:
             manifest["digests"] = self.digests.position()
         self.writer.write(step, content, manifest, sink_files)

@@ -19,7 +19,7 @@ from ..training import TrainingTask
 from .backward_recorder import BackwardRecorder
 from .hook_set import HookSet
 from .manager import HookManager
-from .metric_dispatch import QueueLength
+from .metric_delivery import QueueLength
 
 # Module constants, since until Python 3.12 every access to a member of an enum runs a Python function.
 PRE_EPOCH, PRE_STEP, POST_BACKWARD, PRE_UPDATE, POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint
@@ -82,7 +82,7 @@ class Driver:
             self._backward_recorder.begin_step(loop)
         has_listeners = self._hooks.listeners.at[PRE_STEP]
         if has_listeners and self.can_cancel_steps:
-            self._before_step = self._hooks.memory_at(PRE_STEP), self.manager.dispatch.mark_steps()
+            self._before_step = self._hooks.memory_at(PRE_STEP), self.manager.delivery.mark_steps()
         if has_listeners or is_first:  # the first call also starts a manager that was not started
             self.manager.fire(PRE_STEP)
         if not self._taps.is_idle:
@@ -101,7 +101,7 @@ class Driver:
             memory, mark = self._before_step
             self._before_step = None
             self._hooks.recall(memory)
-            self.manager.dispatch.drop_steps_after(mark)
+            self.manager.delivery.drop_steps_after(mark)
 
     def before_backward(self, loss: Tensor, *, divisor: float = 1.0, is_scaled: bool = False) -> None:
         """Describe the backward pass of a micro-batch, for hooks that need it, from its ``loss`` with the graph.
@@ -158,7 +158,7 @@ class Driver:
 
     def flush_steps(self) -> None:
         """Deliver step metrics, and compute the mean loss since the start of the interval, which displays show."""
-        self.manager.dispatch.flush_steps(self.loop.epoch)
+        self.manager.delivery.flush_steps(self.loop.epoch)
         self.loop.update_mean_loss()
 
     def end_interval(self) -> None:
@@ -200,7 +200,7 @@ class Driver:
     def snapshot(self) -> None:
         """Fire SNAPSHOT, notify the sinks, and start a new series of steps."""
         self.manager.fire(SNAPSHOT)
-        self.manager.dispatch.snapshot(self.loop.epoch, self.loop.step)
+        self.manager.delivery.snapshot(self.loop.epoch, self.loop.step)
         self.loop.series_steps = 0
 
     def begin_interval(self) -> None:

@@ -1,4 +1,4 @@
-"""Calls of the hooks that are due at a hook point, with one shared context; their metrics go to the dispatch."""
+"""Calls of the hooks that are due at a hook point, with one shared context; their metrics go to the delivery."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -40,7 +40,7 @@ from ..training import LossProbe, TrainingTask, without_graph
 from .commits import CommitRecord
 from .hook_set import HookSet
 from .listeners import Listener
-from .metric_dispatch import MetricDispatch
+from .metric_delivery import MetricDelivery
 from .model_context import ModelContext
 
 PRE_EPOCH = HookPoint.PRE_EPOCH
@@ -57,7 +57,7 @@ class HookCalls:
         hooks: HookSet,
         task: TrainingTask,
         state: TrainingState,
-        dispatch: MetricDispatch,
+        delivery: MetricDelivery,
         guardian_device: torch.device | None,
         reference_weights: Vector | None,
     ) -> None:
@@ -65,7 +65,7 @@ class HookCalls:
         self._task = task
         self._state = state
         self._isolation = hooks.isolation
-        self._dispatch = dispatch
+        self._delivery = delivery
         self._loader = with_copied_batches(task.loader)
         self._guardian_device = guardian_device
         self._needs_target_grad = hooks.listeners.any_has("needs_target_grad")
@@ -75,7 +75,7 @@ class HookCalls:
             batch_gradients=LossProbe(task, state, hooks.profiler).gradient,
             evaluate=self._evaluate,
             optimizer_groups=lambda: optimizer_groups(task.model, task.optimizer),
-            last_metrics=dispatch.last,
+            last_metrics=delivery.last,
             ranks=task.ranks,
             row_indices=self._rows_of_batch,
             replayed=self._replayed,
@@ -131,9 +131,9 @@ class HookCalls:
             if due_listeners:
                 self._hooks.check_rest(due_listeners[0].hook, due_listeners[0].where)
             if point not in STEP_POINTS:
-                self._dispatch.deliver(point, loop.epoch, loop.step)
+                self._delivery.deliver(point, loop.epoch, loop.step)
                 isolation.check_rest()
-            elif self._dispatch.urgent.are_waiting and self._dispatch.deliver_urgent(loop.epoch):
+            elif self._delivery.urgent.are_waiting and self._delivery.deliver_urgent(loop.epoch):
                 isolation.check_rest()
             if self._task.ranks.shards or point not in STEP_POINTS:  # on shards, nearly every hook runs collectives
                 self._hooks.synchronise_failures()
@@ -144,9 +144,9 @@ class HookCalls:
         # Metrics are added within the call, so that a tensor of a wrong shape is an error of the hook.
         hook = listener.hook
         metrics = hook.compute(context)
-        self._dispatch.add(hook, listener.point, self._state.loop.step, metrics)
+        self._delivery.add(hook, listener.point, self._state.loop.step, metrics)
         if metrics and listener.has_urgent_metrics:
-            self._dispatch.urgent.add(hook.is_urgent(metrics))
+            self._delivery.urgent.add(hook.is_urgent(metrics))
 
     def _intervene(self, listener: Listener, hook: InterventionHook, context: RunDataContext) -> None:
         point, step = listener.point, self._state.loop.step
@@ -156,9 +156,9 @@ class HookCalls:
         def intervene() -> bool:
             # add() copies the tensors here, before the rollback.
             metrics = hook.intervene(context, model_context)
-            self._dispatch.add(hook, point, step, metrics)
+            self._delivery.add(hook, point, step, metrics)
             if metrics and listener.has_urgent_metrics:
-                self._dispatch.urgent.add(hook.is_urgent(metrics))
+                self._delivery.urgent.add(hook.is_urgent(metrics))
             return True
 
         with model_context:

@@ -41,7 +41,7 @@ from .failures import HookFailures, OnError
 from .hook_calls import HookCalls, optimizer_groups, with_gradients_borrowed
 from .hook_set import HookSet
 from .log import log
-from .metric_dispatch import MetricDispatch
+from .metric_delivery import MetricDelivery
 from .state_offload import StateOffload
 
 Result = TypeVar("Result")
@@ -53,7 +53,7 @@ UNNAMED = "unnamed"
 class HookManager:
     """Fires the hooks of one strategy's run; the list of hooks may be empty.
 
-    Its parts are ``hooks`` (the active hooks, their state, failures and tables), ``dispatch`` (metrics and sinks),
+    Its parts are ``hooks`` (the active hooks, their state, failures and tables), ``delivery`` (metrics and sinks),
     ``isolation`` (the gate for all user code) and ``profiler`` (the cost of hooks).
 
     Args:
@@ -121,10 +121,10 @@ class HookManager:
             ranks=task.ranks,
         )
         self._numbers = RowNumbers(global_batches(task.loader))
-        self.dispatch = MetricDispatch(self.isolation, sinks, self.hooks.call, self._rows_of)
+        self.delivery = MetricDelivery(self.isolation, sinks, self.hooks.call, self._rows_of)
         self.untapped_pass = self.taps.untapped_pass
         """Context manager without taps, for the extra loss evaluations of a step by optimizers with a closure."""
-        self._hook_calls = HookCalls(self.hooks, task, state, self.dispatch, guardian_device, reference_weights)
+        self._hook_calls = HookCalls(self.hooks, task, state, self.delivery, guardian_device, reference_weights)
         self.save_step_streams = self._hook_calls.save_step_streams
         self.call_between_steps = self._hook_calls.call_between_steps
         self._reference_weights = reference_weights
@@ -133,7 +133,7 @@ class HookManager:
         """The pass that hooks share at their start, once it has run."""
 
     def __del__(self) -> None:
-        if self._started and not self._ended and self.dispatch.has_pending:
+        if self._started and not self._ended and self.delivery.has_pending:
             sentence = "A hook manager was not ended: metrics of its last steps are lost, and files may be incomplete."
             warn(f"{sentence} Call manager.end('completed') after the loop.", RunNotice, stacklevel=2)
 
@@ -165,7 +165,7 @@ class HookManager:
     def start(self, run: RunInfo) -> None:
         """Start every hook and sink, and attach the taps."""
         self.start_hooks(run)
-        self.dispatch.start(run)
+        self.delivery.start(run)
 
     def start_hooks(self, run: RunInfo, first: Batch | None = None) -> None:
         """Start every hook, and attach the taps; after an error only started hooks remain, which :meth:`end` ends.
@@ -281,7 +281,7 @@ class HookManager:
         if names:
             loop, text = self.state.loop, f"{sentence}: {', '.join(sorted(names))}."
             alert = Alert(text, metric=metric, step=loop.step, severity=severity, id="dropout-in-evaluation")
-            self.dispatch.report(alert, "evaluation", loop.epoch)
+            self.delivery.report(alert, "evaluation", loop.epoch)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
@@ -299,10 +299,10 @@ class HookManager:
             self.report_evaluation()
         # The stack closes the sinks last, after the hooks, and also if a hook or the flush raises.
         with self.isolation.visit(), ExitStack() as callbacks:
-            callbacks.callback(self.dispatch.end, status)
+            callbacks.callback(self.delivery.end, status)
             callbacks.callback(self.hooks.end, status)
             if self._started:  # False if a hook of a resumed run rejects its state: the sinks are not open then
-                self.dispatch.flush_steps(self.state.loop.epoch)
+                self.delivery.flush_steps(self.state.loop.epoch)
         self.state.loop.update_mean_loss()  # of an interrupted epoch
         self.log(logging.INFO, "Ended as %s after step %d.", status, self.state.loop.step)
         if status == "completed":  # otherwise another error already ends the run
@@ -329,7 +329,7 @@ class HookManager:
         run = self.run_info(UNNAMED, UNNAMED, Path(UNNAMED))
         try:
             self.start_hooks(run)
-            self.dispatch.start(run, fatal=(UsageError, OSError))
+            self.delivery.start(run, fatal=(UsageError, OSError))
         except BaseException as error:
             self.end("failed")
             if not isinstance(error, OSError):

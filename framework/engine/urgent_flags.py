@@ -4,10 +4,10 @@ from torch import Event, Tensor
 
 
 class UrgentFlags:
-    """The flags of the current dispatch, and copies of those that an accelerator computed for the previous one.
+    """The flags of the current visit, and copies of those that an accelerator computed for the previous one.
 
     The host runs ahead of an accelerator; reading a flag at once would make it wait at every step. A flag is therefore
-    copied to the host asynchronously, and read one dispatch later, which is the same dispatch in every run. A flag that
+    copied to the host asynchronously, and read one visit later, which is the same visit in every run. A flag that
     waits while a checkpoint is taken is lost by a resume; its metrics are then delivered with the next flush.
     """
 
@@ -19,7 +19,7 @@ class UrgentFlags:
         """Whether there is any flag to take."""
 
     def add(self, flag: bool | Tensor) -> None:
-        """Add a flag of the current dispatch: a bool, or a tensor with one element."""
+        """Add a flag of the current visit: a bool, or a tensor with one element."""
         if isinstance(flag, Tensor) and flag.device.type != "cpu":
             self._new_copies.append(_copied_to_host(flag))
             self.are_waiting = True
@@ -27,7 +27,7 @@ class UrgentFlags:
             self._is_urgent = self.are_waiting = True
 
     def take(self) -> bool:
-        """Return whether a flag on the host, or an accelerator's flag of an earlier dispatch, is set; clear these."""
+        """Return whether a flag on the host, or an accelerator's flag of an earlier visit, is set; clear these."""
         is_urgent = self._is_urgent
         for copy, event in self._copies:
             if event is not None:

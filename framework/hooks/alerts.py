@@ -18,7 +18,7 @@ ALERTS = "alerts.jsonl"
 class Alert(UserWarning):
     """A problem that a hook's ``check`` returns, such as ``Alert("The loss spiked.", metric="loss", value=7.5)``.
 
-    The dispatch sets ``hook``, ``epoch``, ``rows`` and a missing step, sends the alert to the sinks, and issues it as a
+    The delivery sets ``hook``, ``epoch``, ``rows`` and a missing step, sends the alert to the sinks, and issues it as a
     Python warning, which a custom training loop shows. An alert of severity ``info`` is issued as a notice.
 
     Args:

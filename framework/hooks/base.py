@@ -228,7 +228,7 @@ class TrainingHook(Remembering, ABC):
         """Return whether :meth:`check` would return an alert for these metrics of a step-level point.
 
         The buffered metrics are then delivered at this step, not only at the end of the logging interval. A tensor
-        on an accelerator is read at the next dispatch, so that the host does not wait for the device.
+        on an accelerator is read at the next visit, so that the host does not wait for the device.
         """
         return False
 

@@ -90,7 +90,7 @@ class MetricSink(ABC):
 
     @abstractmethod
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
-        """Receive the metrics of one dispatch: host values, or a :class:`Series` of them for step-level points."""
+        """Receive the metrics of one delivery: host values, or a :class:`Series` of them for step-level points."""
 
     def alert(self, alerts: Sequence[Alert]) -> None:  # noqa: B027 - optional
         """Receive the alerts of one call of a hook's ``check``, in order."""

@@ -578,7 +578,7 @@ class AttachedLoop:
             loop = self.driver.loop
             sentence = "The evaluation left the model in eval mode; scope.evaluate has restored train mode."
             alert = Alert(sentence, metric="eval_mode_left", step=loop.step, id="model-in-eval-mode")
-            self.manager.dispatch.report(alert, "evaluation", loop.epoch)
+            self.manager.delivery.report(alert, "evaluation", loop.epoch)
 
     def report_train_mode(self) -> None:
         """Report, once per run, that an evaluation has run the model in train mode."""
@@ -586,7 +586,7 @@ class AttachedLoop:
             self._has_noticed_train_mode = True
             loop, sentence = self.driver.loop, "The evaluation ran the model in train mode."
             alert = Alert(sentence, metric="train_mode", step=loop.step, id="evaluation-in-train-mode")
-            self.manager.dispatch.report(alert, "evaluation", loop.epoch)
+            self.manager.delivery.report(alert, "evaluation", loop.epoch)
 
     @contextmanager
     def _noticed_draws(self, streams: RandomStreams) -> Iterator[None]:

@@ -19,11 +19,11 @@ def state_of(manager: HookManager, place: Mapping[str, Any], folder: str) -> dic
     ``place`` is the position of the loop, in a form of the integration; ``folder`` is the name of the run's folder.
     """
     with manager.between_steps():
-        positions, files = manager.dispatch.positions(), manager.dispatch.files()
+        positions, files = manager.delivery.positions(), manager.delivery.files()
         content = {
             "loop": manager.state.loop.state_dict(),
             "hooks": manager.hooks.state_dict(),
-            "metrics": manager.dispatch.state_dict(),
+            "metrics": manager.delivery.state_dict(),
             "errors": manager.hooks.failures.errors,
             "left_out": manager.hooks.failures.left_out,
             "sinks": positions,
@@ -67,6 +67,6 @@ class StoredState:
         """Restore loop, hooks and metrics; model and optimizer are restored by the script."""
         content = self.content
         vars(manager.state.loop).update(deepcopy(content["loop"]))
-        manager.dispatch.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})
+        manager.delivery.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})
         manager.hooks.load_state_dict(content["hooks"])
         manager.hooks.failures.earlier = content["errors"], content["left_out"]

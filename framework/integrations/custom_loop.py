@@ -664,7 +664,7 @@ class CustomLoop(Transient):
         )
         if manager.task.ranks.is_main:
             alert = Alert(sentence, metric="other_optimizer", step=loop.step, id="optimizer-replaced")
-            manager.dispatch.report(alert, "optimizers", loop.epoch)
+            manager.delivery.report(alert, "optimizers", loop.epoch)
 
     def _warn_once(self, kind: str, sentence: str) -> None:
         if kind not in self._warned:

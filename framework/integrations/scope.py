@@ -70,7 +70,7 @@ class AttachedScope(JupyterMixin):
 
     def last_metrics(self, point: HookPoint | None = None) -> dict[str, Any]:
         """Return the newest metrics by full name, of one hook point or all, with tensors as numbers."""
-        newest = self._attached.manager.dispatch.last(point) if self._attached.is_built else {}
+        newest = self._attached.manager.delivery.last(point) if self._attached.is_built else {}
         return {name: value.item() if isinstance(value, Tensor) else value for name, value in newest.items()}
 
     @property
@@ -102,7 +102,7 @@ class AttachedScope(JupyterMixin):
         if not attached.is_started:
             return Diagnosis(unchecked="The training has not started.")
         with preserved_streams():
-            diagnosis = diagnosis_with(attached.run.diagnosis.history, attached.manager.dispatch.pending())
+            diagnosis = diagnosis_with(attached.run.diagnosis.history, attached.manager.delivery.pending())
             return with_tests(attached, diagnosis, branches, steps) if test else diagnosis
 
     def __rich__(self) -> Group:

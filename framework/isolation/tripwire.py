@@ -87,7 +87,7 @@ class Tripwire:
         """Whether the last check found writes that left all bytes unchanged."""
 
     def take_baseline(self) -> None:
-        """Take the baseline of a dispatch."""
+        """Take the baseline of a visit."""
         if not self.watch.has_equal_keys():
             self.watch = WatchList(self._state, self._parts)
         self._quick, tensors = self._sweep()

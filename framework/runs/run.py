@@ -144,7 +144,7 @@ class Run:
         if self.manager.task.ranks.is_main:
             self._start_diagnosis()
         positions = self.earlier.sinks if self.earlier is not None and self.continues_record else None
-        self.manager.dispatch.start(self.info, positions)
+        self.manager.delivery.start(self.info, positions)
         self.folder.remove_manifest()
 
     def _start_diagnosis(self) -> None:
@@ -157,7 +157,7 @@ class Run:
         history.hooks = [*self.record.hooks]
         history.left_out = self.manager.hooks.failures.left_out  # which grows during the run
         history.status = "running"
-        self.manager.dispatch.include(self.diagnosis)
+        self.manager.delivery.include(self.diagnosis)
 
     def show_progress(self) -> Progress:
         """Show that training starts, and return the display of its progress."""

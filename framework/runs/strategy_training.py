@@ -172,7 +172,7 @@ class StrategyTraining:
         run = self.run
         run.start_hooks()
         if recorded:
-            self.manager.dispatch.start(run.info)
+            self.manager.delivery.start(run.info)
         error: BaseException | None = None
         status = "completed"
         try:

@@ -33,8 +33,8 @@ def build_summary(
     ``compared`` are full names of the metrics in which strategies are compared, ``final_loss`` the result of
     :meth:`.RecentLosses.final_loss`.
     """
-    loop, task, metrics = manager.state.loop, manager.task, manager.dispatch.last()
-    sink_errors = manager.dispatch.sink_errors
+    loop, task, metrics = manager.state.loop, manager.task, manager.delivery.last()
+    sink_errors = manager.delivery.sink_errors
     rate = None if loop.step_lr is None else float(loop.step_lr)
     if status == "completed" and any(error["lost_rows"] for error in sink_errors):
         status = INCOMPLETE

@@ -327,7 +327,7 @@ def _choice(name: str) -> Flag:
     return Flag(getattr(_C, f"_get_{name}"), put)
 
 
-# Their readers take at most 0.15 µs each and are called twice per dispatch. They are implemented in C: after a training
+# Their readers take at most 0.15 µs each and are called twice per visit. They are implemented in C: after a training
 # step, which evicts the processor's caches, a Python function takes up to 2 µs.
 QUICK_FLAGS = {
     "function modes": _FUNCTION_MODES,

@@ -246,7 +246,7 @@ class HookCounts:
         return [id(table) for table in self._tables() if table is not None]
 
     def refresh(self) -> bool:
-        """Count again at the start of a dispatch; return whether the same tables exist and have hooks."""
+        """Count again at the start of a visit; return whether the same tables exist and have hooks."""
         ids, counts = self._ids, self._counts
         self._handles, self._counts, self._ids = RemovableHandle.next_id, self._count(), self._table_ids()
         return self._ids == ids and self._counts == counts

@@ -177,7 +177,7 @@ class StateObjects:
 class Watched(NamedTuple):
     """The values of a part that the tripwire compares; built again when one of the containers was replaced.
 
-    The tripwire reads them twice per dispatch, so functions here should be implemented in C: after a training step,
+    The tripwire reads them twice per visit, so functions here should be implemented in C: after a training step,
     which evicts the processor's caches, the first call of a Python function takes up to 2 µs.
 
     Args:
@@ -186,13 +186,13 @@ class Watched(NamedTuple):
             way.
         step_tensors: a dict with tensors, batches and lists of tensors of the current step, compared in the same way.
         named_attributes: the ``__dict__`` of objects, each with the two or more names whose values are compared once
-            per dispatch.
-        containers: containers whose contents are compared once per dispatch.
-        spaces: dicts whose values are compared by value and type once per dispatch.
-        read_values: returns plain values that are compared once per dispatch.
+            per visit.
+        containers: containers whose contents are compared once per visit.
+        spaces: dicts whose values are compared by value and type once per visit.
+        read_values: returns plain values that are compared once per visit.
         getters: functions that return one such value each; one that raises counts as ``None``.
         key: functions that return one value each, on which ``containers`` and ``getters`` depend; called at the start
-            of a dispatch.
+            of a visit.
         refresh: called if a value of ``key`` has changed; returns whether ``containers`` are still complete.
         label: names the difference if one of the values differs.
         differences: names the differences more precisely, given the earlier results of ``getters`` or ``read_values``.

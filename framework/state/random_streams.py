@@ -29,7 +29,7 @@ _SEED_PYTHON: Any = random.Random.__base__.seed  # type: ignore[union-attr]
 _ACCESS = find_access()
 
 
-@dataclass(slots=True)  # not frozen, since each dispatch creates one, and a frozen one takes three times as long
+@dataclass(slots=True)  # not frozen, since each visit creates one, and a frozen one takes three times as long
 class StreamState:
     """The states of all of the run's generators at one time, never changed."""
 

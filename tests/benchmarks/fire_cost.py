@@ -20,7 +20,7 @@ def empty_dispatch(effort: Effort) -> Iterator[Row]:
     turns = Turns([partial(manager.fire, HookPoint.PRE_STEP)], calls=effort.times(2000))
     for _ in range(effort.times(200)):
         turns.round()
-    yield Row("Empty dispatch", "nothing", MICROSECONDS, Spread.of(turns.seconds[0]), 1e-6)
+    yield Row("Empty visit", "nothing", MICROSECONDS, Spread.of(turns.seconds[0]), 1e-6)
 
 
 def observers_per_dispatch(effort: Effort) -> Iterator[Row]:
@@ -31,7 +31,7 @@ def observers_per_dispatch(effort: Effort) -> Iterator[Row]:
         warm = _fires(subject, observers(count), WARM_CALLS, effort.times(90))
         yield Row(f"{label}, warm", f"{against}, {len(subject.tensors)} tensors", MICROSECONDS, warm, bar)
         cold = _fires(subject, observers(count), 1, effort.times(180))
-        yield Row(f"{label}, first dispatch after a step", against, MICROSECONDS, cold)
+        yield Row(f"{label}, first visit after a step", against, MICROSECONDS, cold)
 
 
 LAYERS = (15, 60, 200)
@@ -39,7 +39,7 @@ LAYERS = (15, 60, 200)
 
 
 def cost_per_tensor(effort: Effort) -> Iterator[Row]:
-    """Measure the first dispatch of one observer after a step, and its growth with the tensors of the state."""
+    """Measure the first visit of one observer after a step, and its growth with the tensors of the state."""
     smaller: tuple[int, Spread] | None = None
     for layers in LAYERS:
         subject = deep_mlp(layers)
@@ -56,11 +56,11 @@ def cost_per_tensor(effort: Effort) -> Iterator[Row]:
 
 
 def _fires(subject: Subject, hooks: list[TrainingHook], calls: int, steps: int) -> Spread:
-    """Time dispatches after each of ``steps`` training steps, while gradients, batch and loss exist."""
+    """Time visits after each of ``steps`` training steps, while gradients, batch and loss exist."""
     manager = subject.manager(hooks)
     fire = partial(manager.fire, POINT)
     subject.train(1, fire)
-    turns = Turns([fire, _direct(hooks)], calls, after=partial(manager.dispatch.flush_steps, 0))
+    turns = Turns([fire, _direct(hooks)], calls, after=partial(manager.delivery.flush_steps, 0))
     subject.train(steps, turns.round)
     return difference(*turns.seconds)
 

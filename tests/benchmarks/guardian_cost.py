@@ -137,13 +137,13 @@ class CopyMeter(TorchDispatchMode):
 
 
 def interventions(effort: Effort) -> Iterator[Row]:
-    """Count the bytes that a dispatch with one intervention copies, and time it."""
+    """Count the bytes that a visit with one intervention copies, and time it."""
     subject = mod_arithmetic(effort.quick)
     for label, hook, bar in (("mutates = False", Reader(), 0.0), ("mutates = True", Mutator(), None)):
         copied, seconds = _fires(subject, hook, effort.times(90))
         figure = f"Intervention, {label}"
-        yield Row(f"{figure}: bytes copied", "one dispatch", BYTES, copied, bar)
-        yield Row(f"{figure}: a dispatch after a step", "nothing", MICROSECONDS, seconds)
+        yield Row(f"{figure}: bytes copied", "one visit", BYTES, copied, bar)
+        yield Row(f"{figure}: a visit after a step", "nothing", MICROSECONDS, seconds)
 
 
 def _fires(subject: Subject, hook: TrainingHook, steps: int) -> tuple[Spread, Spread]:
@@ -161,7 +161,7 @@ def _fires(subject: Subject, hook: TrainingHook, steps: int) -> tuple[Spread, Sp
             with CopyMeter() as meter:
                 manager.fire(POINT)
             copied.append(meter.bytes)
-        manager.dispatch.flush_steps(0)
+        manager.delivery.flush_steps(0)
 
     subject.train(2 * steps + 2, fire)
     return Spread.of(copied), Spread.of(seconds[1:])

@@ -31,7 +31,7 @@ def _subject(effort: Effort) -> Subject:
 
 
 class TimedManager(HookManager):
-    """A manager that sums the time of the dispatches of a step."""
+    """A manager that sums the time of the visits of a step."""
 
     fires: float = 0.0
 
@@ -43,7 +43,7 @@ class TimedManager(HookManager):
 
 @dataclass
 class Steps:
-    """Records the seconds of steps in the real loop, and their share spent on dispatches."""
+    """Records the seconds of steps in the real loop, and their share spent on visits."""
 
     manager: TimedManager
     seconds: list[float] = field(default_factory=list)

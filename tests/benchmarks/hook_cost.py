@@ -91,7 +91,7 @@ def epoch_end_observers() -> list[str]:
 
 
 class TimedManager(HookManager):
-    """A manager that records the time of every dispatch at POST_EPOCH."""
+    """A manager that records the time of every visit at POST_EPOCH."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -105,7 +105,7 @@ class TimedManager(HookManager):
 
 
 def observers_at_the_end_of_epochs(effort: Effort) -> Iterator[Row]:
-    """Compare the dispatches of all observers at POST_EPOCH with an epoch of the same run."""
+    """Compare the visits of all observers at POST_EPOCH with an epoch of the same run."""
     subject, epochs = mod_arithmetic(effort.quick), max(4, effort.times(20))
     task, state = replace(subject.task, length=epochs), subject.state
     hooks = [HookRegistry.get(name)() for name in epoch_end_observers()]

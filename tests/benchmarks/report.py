@@ -56,14 +56,14 @@ METHOD = """
   forward, backward and `optimizer.step`, whose noise hides microseconds. The unit *two plain sweeps* is the time in
   which two list comprehensions read the version and the pointer of every tensor of the training state, twice, at the
   hook's position in the bare step.
-- *Dispatches.* `HookManager.fire` against calling the hooks' `compute`, after every step of a real run. A warm block is
-  20 dispatches; in the first dispatch after a step, code and data come from memory, not from the cache.
+- *Visits.* `HookManager.fire` against calling the hooks' `compute`, after every step of a real run. A warm block is
+  20 visits; in the first visit after a step, code and data come from memory, not from the cache.
   *For each further tensor*: the growth of the median from one model of small layers to the next, divided by that of
   the number of tensors; equal rows show that the cost is linear. *Shipped observers* come with loopscope and share
   their quick check (docs/decisions/0035); the others are a user's, and each is checked alone.
-- *Composition of a dispatch's cost.* A complete sweep reads the version and data pointer of every tensor of the
+- *Composition of a visit's cost.* A complete sweep reads the version and data pointer of every tensor of the
   training state, through Python, once as the baseline and once as the check, together with attributes, settings and
-  generators: that is most of a warm dispatch. After a training step the caches contain neither these data nor the code,
+  generators: that is most of a warm visit. After a training step the caches contain neither these data nor the code,
   and the same work costs more than twice as much, above all Python functions (docs/decisions/0026). A hook that is due
   only on every n-th step (`step_schedule`) costs the n-th part.
 - *Guardian.* `StateCopy.save` and `restore` against `torch._foreach_copy_` of all tensors of the training state into
@@ -71,7 +71,7 @@ METHOD = """
   clones weights and gradients, deep-copies the optimizer's state dict and loads both. *FSDP2* is the same in each of
   three processes, with shards of a model of four times the parameters; the blocks are those of all three.
 - *Bytes copied* are counted by a dispatch mode during `HookManager.fire`.
-- *Hooks at the end of epochs.* All observers that are called only between epochs, in one run: the time of each dispatch
+- *Hooks at the end of epochs.* All observers that are called only between epochs, in one run: the time of each visit
   at POST_EPOCH, against an epoch without it.
 - *Groups, counterfactuals.* Whole runs of the experiment's strategy `stride` as `loopscope run` makes them, including
   evaluations but without console and metric files; the reference solution is that of one epoch. Groups: CPU time of the
@@ -95,13 +95,13 @@ METHOD = """
   emptied before each. A smoothing writes both, so it moves at least 4/3 of the bytes. torch has no operation that
   writes two results, so each block is blended and then copied back from the cache: the copy is the remaining cost.
 - *Checks of gradients and updates.* The language model trains in the real loop with `weight_updates` at every other
-  step. The cost is the time of its two dispatches, including the manager's own work, relative to a step without them; a
+  step. The cost is the time of its two visits, including the manager's own work, relative to a step without them; a
   second row is the difference between a checked step and its unchecked neighbour, cache effects included. The cost at
-  every 100th step is computed from one due dispatch and 99 idle ones. Full clones: a clone of every parameter before
+  every 100th step is computed from one due visit and 99 idle ones. Full clones: a clone of every parameter before
   the step, and the same norms, maxima and means one at a time, against the checks of the plain class, with a training
   step before each.
 - *Tied embeddings.* The quick preset of `tied_lm` in the real loop, with the hook at every other step: the time of its
-  dispatch and of the functions on the two gradients, including the manager's work, relative to a step without it; a
+  visit and of the functions on the two gradients, including the manager's work, relative to a step without it; a
   second row is the difference between a step with the hook and the next one without. Peak memory is that of all tensors
   together, from every allocation and release that torch's profiler records, on a model with a matrix of 20 MB, in
   float32; the loop without hooks needs as much memory at the moment when autograd adds the two gradients. Tokens per
@@ -142,7 +142,7 @@ METHOD = """
   of 200 steps of the paper preset. Guardian: as above, in turn with plain copies, shown with their bytes per second.
   Checkpoint: until the loop may continue, against one copy of the state into pinned memory. Hooks: epochs with three
   observers against epochs without, the model run eagerly, compiled, and compiled with CUDA graphs
-  (`mode="reduce-overhead"`). A test counts the host's waits in a dispatch, at most one
+  (`mode="reduce-overhead"`). A test counts the host's waits in a visit, at most one
   (`tests/contracts/test_on_gpu.py`).
 """
 

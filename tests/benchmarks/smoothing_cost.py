@@ -37,7 +37,7 @@ def smoothing(effort: Effort) -> Iterator[Row]:
 
 
 def fires(effort: Effort) -> Iterator[Row]:
-    """Time the dispatches of the two hooks after training steps."""
+    """Time the visits of the two hooks after training steps."""
     hooks: list[TrainingHook] = [ModelSmoothing(update_interval=1), WeightAverage(interval=1, averages="ema")]
     for hook in hooks:
         subject = _subject(effort)
@@ -71,7 +71,7 @@ def _emptied_caches() -> Callable[[], Tensor]:
 
 
 def _fires(subject: Subject, hook: TrainingHook, steps: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each of ``steps`` steps, and of the dispatch after each."""
+    """Return the seconds of each of ``steps`` steps, and of the visit after each."""
     manager = subject.manager([hook])
     manager.start_hooks(_run(subject, steps))
     step_seconds: list[float] = []

@@ -63,7 +63,7 @@ def run_options(effort: Effort) -> dict[str, Any]:
 
 
 class TimedManager(HookManager):
-    """A manager that sums the time of the dispatches and of the taps."""
+    """A manager that sums the time of the visits and of the taps."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

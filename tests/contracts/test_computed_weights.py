@@ -120,7 +120,7 @@ def test_gradient_overflow_names_skipped_layers(way: str) -> None:
     manager = HookManager([GradientOverflow()], task, TrainingState(model, optimizer, RandomStreams(1)))
     with pytest.warns(RunNotice, match=r"omits layers whose weights are computed .*: head, blocks\.0\."):
         epoch_loop(task, manager)
-    assert any(name.startswith("gradient_overflow/") for name in manager.dispatch.last())
+    assert any(name.startswith("gradient_overflow/") for name in manager.delivery.last())
 
 
 def test_gradient_overflow_refuses_model_of_computed_weights(tmp_path) -> None:

@@ -207,7 +207,7 @@ def test_adding_hooks_keeps_metrics_in_slow_cases(case, steps):
 
 @every_hook_and_case(QUIET)
 def test_hook_reports_metrics_in_its_loops(name, case):
-    """A hook emits metrics exactly in the loops that dispatch one of its points."""
+    """A hook emits metrics exactly in the loops that visit one of its points."""
     if refusal(name, case):
         return
     assert bool(alone(name, case, 3).sink.rows(name + "/")) == fires(name, case.loop)

@@ -212,7 +212,7 @@ def test_many_read_only_hooks_stay_harmless_or_caught(kind, names, where, case, 
     assert_no_effect_or_caught(kind, names, where, case, raises)
 
 
-# Misbehaving evaluations and sinks, and misbehaving hook methods outside dispatches
+# Misbehaving evaluations and sinks, and misbehaving hook methods outside visits
 
 
 def evaluating(mutator: MisbehavingHook):
@@ -308,7 +308,7 @@ def test_draws_outside_dispatch_have_no_effect(name):
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("method", sorted(METHODS_OUTSIDE_DISPATCH))
 @pytest.mark.parametrize("name", ["write_through_data", "edit_the_learning_rate", "leave_a_forward_hook"])
-def test_state_change_outside_dispatch_is_caught(name, method):
+def test_state_change_outside_visits_is_caught(name, method):
     """The error names the method, such as check or state_dict, and the step."""
     quiet = {other: lambda self, *args: {} for other in METHODS_OUTSIDE_DISPATCH - {method}}
     mutator = type("misbehaving", (MisbehavingOutsideDispatch,), quiet)([name])

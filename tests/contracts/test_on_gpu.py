@@ -1,4 +1,4 @@
-"""Contract tests of hooks on a GPU: identical bytes, one wait per dispatch. No machine of the project has a GPU."""
+"""Contract tests of hooks on a GPU: identical bytes, one wait per visit. No machine of the project has a GPU."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_run_with_hook_matches_bare_run(name, device):
 
 
 class CountingManager(HookManager):
-    """A manager that counts how often the host waits in each dispatch."""
+    """A manager that counts how often the host waits in each visit."""
 
     def __init__(self, hooks: list[TrainingHook], task: TrainingTask, state: TrainingState) -> None:
         super().__init__(hooks, task, state, required=set(), reference_weights=reference(task))
@@ -73,7 +73,7 @@ class CountingManager(HookManager):
 
 
 def waits(hook: TrainingHook, device: str) -> list[int]:
-    """Train with a hook and return how often the host waits in each dispatch."""
+    """Train with a hook and return how often the host waits in each visit."""
     task, state = build(device)
     manager = CountingManager([hook], task, state)
     epoch_loop(task, manager)

@@ -142,7 +142,7 @@ def test_every_hook_runs_on_the_device():
 
 
 class CountingManager(HookManager):
-    """A manager that counts the synchronisations of each dispatch with listeners, and of all others."""
+    """A manager that counts the synchronisations of each visit with listeners, and of all others."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -202,7 +202,7 @@ LIMITS = {
     "training_diagnostics": 2,
     "weight_updates": 2,
 }
-"""The largest number of synchronisations in one dispatch, for the hooks with more than one; 1 for all others.
+"""The largest number of synchronisations in one visit, for the hooks with more than one; 1 for all others.
 
 One is the transfer of the metrics, at points of epochs, or of a decision of the hook. The numbers are exact: lower one
 when a hook needs fewer.
@@ -210,9 +210,9 @@ when a hook needs fewer.
 
 
 def largest_counts(case: Case, names: Sequence[str]) -> dict[str, int]:
-    """Return the largest number of synchronisations in a dispatch of each hook that accepts a case.
+    """Return the largest number of synchronisations in a visit of each hook that accepts a case.
 
-    The comparison of the bytes in the first calls, which the hooks of a dispatch share, is left out: it is one more
+    The comparison of the bytes in the first calls, which the hooks of a visit share, is left out: it is one more
     (``test_comparing_bytes_copies_one_result_to_the_host``).
     """
     Tripwire.record_bytes = lambda self: None  # in this process only
@@ -226,7 +226,7 @@ def largest_counts(case: Case, names: Sequence[str]) -> dict[str, int]:
 
 @every_case_and_group(quick=CASES[1:2])
 @on_fake_device
-def test_dispatch_synchronises_at_most_so_often(case, names):
+def test_visit_synchronises_at_most_so_often(case, names):
     exceeded = {name: count for name, count in largest_counts(case, names).items() if count > LIMITS.get(name, 1)}
     assert not exceeded, exceeded
 

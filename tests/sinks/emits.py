@@ -50,7 +50,7 @@ class Emit:
 
 @st.composite
 def emits(draw: Any, names: st.SearchStrategy[str]) -> Emit:
-    """Draw one emit in the form of the dispatch: series at step-level points, values elsewhere."""
+    """Draw one emit in the form of the delivery: series at step-level points, values elsewhere."""
     point, epoch = draw(st.sampled_from(HookPoint)), draw(st.integers(0, 99))
     if point not in STEP_POINTS:
         return Emit(draw(st.dictionaries(names, VALUES, max_size=4)), epoch, point, draw(st.integers(0, 999)))

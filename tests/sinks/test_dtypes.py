@@ -38,7 +38,7 @@ def fired(sink_class, folder, point: HookPoint) -> None:
     manager.start(run_info(folder, described=[f"spy/{name}" for name in GIVEN]))
     state.loop.step = 1
     manager.fire(point)
-    manager.dispatch.flush_steps(0)
+    manager.delivery.flush_steps(0)
     manager.end("completed")
 
 

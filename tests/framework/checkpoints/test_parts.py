@@ -195,7 +195,7 @@ def test_transient_objects_are_not_watched() -> None:
 
 
 def test_training_between_dispatches_is_no_mutation() -> None:
-    """Attributes that the model itself changes between two dispatches do not trigger the tripwire."""
+    """Attributes that the model itself changes between two visits do not trigger the tripwire."""
     task, state = counting_build()
     isolation = Isolation(state)
     for _ in range(3):

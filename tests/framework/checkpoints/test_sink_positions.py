@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from loopscope.engine.metric_dispatch import MetricDispatch
+from loopscope.engine.metric_delivery import MetricDelivery
 from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import HookPoint, MetricSink
 from loopscope.isolation import Isolation
@@ -68,13 +68,13 @@ def isolation():
 
 
 def started(isolation, positions, *sinks, folder=None):
-    dispatch = MetricDispatch(isolation, sinks, lambda *arguments: None)
-    dispatch.start(run_info(folder), positions)
-    return dispatch
+    delivery = MetricDelivery(isolation, sinks, lambda *arguments: None)
+    delivery.start(run_info(folder), positions)
+    return delivery
 
 
 def positions_of(isolation, *sinks):
-    return MetricDispatch(isolation, sinks, lambda *arguments: None).positions()
+    return MetricDelivery(isolation, sinks, lambda *arguments: None).positions()
 
 
 def test_sink_positions_are_stored_by_name(isolation):
@@ -113,10 +113,10 @@ def test_sink_failing_at_its_position_is_disabled(isolation):
 def test_failed_sink_stays_disabled_after_resume(isolation):
     """The resumed run issues a notice and again stores None as the position of the sink."""
     with pytest.warns(RunNotice, match="Sink 'full' had failed before the checkpoint and stays disabled"):
-        dispatch = started(isolation, {"full": None, "a": {"count": 3}}, full := Keeping("full"), a := Keeping("a"))
+        delivery = started(isolation, {"full": None, "a": {"count": 3}}, full := Keeping("full"), a := Keeping("a"))
     assert (full.starts, a.starts) == ([], [3])
-    assert dispatch.positions()["full"] is None
-    assert dispatch.files() == ["a.txt"]
+    assert delivery.positions()["full"] is None
+    assert delivery.files() == ["a.txt"]
 
 
 def test_missing_sink_file_stops_the_resume(isolation):

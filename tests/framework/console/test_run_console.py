@@ -278,7 +278,7 @@ def alerts_shown(mode, *, snapshots=()):
                 alerts = [Alert(f"{kind} went wrong at {step}.", metric=kind, step=step) for step in range(epoch + 1)]
                 for alert in alerts:
                     alert.hook, alert.epoch = "h", epoch
-                    warnings.warn_explicit(alert, Alert, "file.py", 1)  # like the dispatch; the display ignores it
+                    warnings.warn_explicit(alert, Alert, "file.py", 1)  # like the visit; the display ignores it
                 for sink in sinks_of_run:
                     sink.alert(alerts)
                     sink.alert(alerts)

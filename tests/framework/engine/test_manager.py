@@ -55,7 +55,7 @@ def recording(calls: list[str], name: str):
     return lambda *contexts: calls.append(name) or {}
 
 
-def test_dispatch_order_follows_hook_kinds():
+def test_visit_order_follows_hook_kinds():
     """Observers run first, then interventions, then committing hooks in their given order."""
     calls: list[str] = []
 

@@ -122,7 +122,7 @@ def test_docstring_lists_points_in_enum_order():
 
 
 def test_step_loop_dispatches_step_points_and_snapshot():
-    """Each step dispatches the four step points in order, and SNAPSHOT follows every second step."""
+    """Each step visits the four step points in order, and SNAPSHOT follows every second step."""
     spy = SpyHook()
     train(Case(loop="step"), [spy], steps=4, snapshot_every=2)
     step = ["PRE_STEP", "POST_BACKWARD", "PRE_UPDATE", "POST_STEP"]

@@ -270,7 +270,7 @@ def test_optimizer_with_closure_is_refused(tmp_path: Path) -> None:
 
 
 def test_hook_points_follow_the_loop_order(tmp_path: Path) -> None:
-    """The Trainer dispatches every hook point in the order of the loopscope loop."""
+    """The Trainer visits every hook point in the order of the loopscope loop."""
     spy = SpyHook()
     made = trainer(tmp_path, num_train_epochs=1, max_steps=2)
     attached(made, [spy])

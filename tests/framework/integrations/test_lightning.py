@@ -204,7 +204,7 @@ def test_a_fit_that_breaks_off_closes_the_run(error, status, tmp_path):
 
 
 def test_epoch_cut_short_drops_its_open_step(tmp_path):
-    """The module ends the epoch within an accumulated step, which dispatches PRE_STEP but no later step point."""
+    """The module ends the epoch within an accumulated step, which visits PRE_STEP but no later step point."""
 
     class Cutting(Classifier):
         def on_train_batch_start(self, batch, batch_idx):
@@ -219,7 +219,7 @@ def test_epoch_cut_short_drops_its_open_step(tmp_path):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_float16_overflow_is_a_skipped_step(fused, tmp_path):
-    """The step dispatches no PRE_UPDATE or POST_STEP, and the summary counts it as skipped."""
+    """The step visits no PRE_UPDATE or POST_STEP, and the summary counts it as skipped."""
 
     class Overflowing(Classifier):
         def on_after_backward(self):

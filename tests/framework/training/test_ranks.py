@@ -306,7 +306,7 @@ def test_ranks_started_differently_are_refused(ranks):
 
 @pytest.mark.ranks
 def test_rank_agreements_are_one_per_step_or_dispatch(ranks):
-    """Interventions agree once per dispatch; observers once per step, but once per dispatch on shards."""
+    """Interventions agree once per visit; observers once per step, but once per visit on shards."""
     for counts in [result["agreements"] for result in ranks]:
         at_three_points = 12 if counts["kind"] == "shards" else 4
         expected = {"one observer": 4, "at three points": at_three_points, "an intervention": 4}

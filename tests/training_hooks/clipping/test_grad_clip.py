@@ -250,7 +250,7 @@ def test_missing_gradients_change_no_history(rule):
     planted = Planted(method=rule)
     planted.task.optimizer.zero_grad()
     planted.manager.fire(HookPoint.POST_BACKWARD)
-    metrics = planted.manager.dispatch.last()
+    metrics = planted.manager.delivery.last()
     assert metrics == {} or rule == "norm"
     assert repr(planted.hook.state_dict()) == repr(GradClip(method=rule).state_dict())
 

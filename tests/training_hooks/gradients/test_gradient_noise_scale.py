@@ -86,7 +86,7 @@ def regression_task(batch_size: int, *, lr: float = 0.05, **settings: int) -> Tr
 
 
 def measured(task: TrainingTask, hook: GradientNoiseScale, start: dict[str, int] | None = None) -> list[dict]:
-    """Run the step loop; return the hook's reports, a dict with the step for each dispatch."""
+    """Run the step loop; return the hook's reports, a dict with the step for each visit."""
     state, sink, rows = TrainingState(task.model, task.optimizer, RandomStreams(7)), RecordingSink(), {}
     vars(state.loop).update(start or {})
     step_loop(task, HookManager([hook], task, state, loop="step", sinks=[sink], audit=True))

@@ -110,7 +110,7 @@ def some_reference(case: Case) -> dict[str, Tensor]:
 
 
 def reported_rows(run) -> list[dict[str, float]]:
-    """Return the metrics of the hook, one dict for each dispatch."""
+    """Return the metrics of the hook, one dict for each visit."""
     rows: dict[int, dict[str, float]] = {}
     for name, _, step, value in run.sink.rows("gradient_projection/"):
         rows.setdefault(step, {})[name.removeprefix("gradient_projection/")] = value

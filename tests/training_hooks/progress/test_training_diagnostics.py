@@ -44,7 +44,7 @@ class Log(at(SpyHook, HookPoint.PRE_UPDATE, HookPoint.POST_STEP)):
 
 
 def reports(run: Run) -> list[dict[str, float]]:
-    """Return the hook's reports between steps, one dict for each dispatch."""
+    """Return the hook's reports between steps, one dict for each visit."""
     points = (HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
     return [
         {name.removeprefix("training_diagnostics/"): value for name, value in metrics.items()}

@@ -228,7 +228,7 @@ Position = Mapping[str, Any]
 Positions = Mapping[str, Position | None]
 
 
-class MetricDispatch:
+class MetricDelivery:
     """Buffers metrics; delivers them after epoch-level points, and those of steps in :meth:`flush_steps`."""
 
     def __init__(
@@ -238,7 +238,7 @@ class MetricDispatch:
         run_hook: Callable[..., Any],
         rows_of: RowsOf = unknown_rows,
     ) -> None:
-        """Prepare the dispatch; ``run_hook(hook, where, step, function)`` calls hook code through the isolation."""
+        """Prepare the delivery; ``run_hook(hook, where, step, function)`` calls hook code through the isolation."""
         self._rows_of = rows_of
         self._isolation = isolation
         self._sinks = _one_writer_per_file(sinks)

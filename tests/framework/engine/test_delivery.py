@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.engine import HookManager
-from loopscope.engine.metric_dispatch import PendingMetrics
+from loopscope.engine.metric_delivery import PendingMetrics
 from loopscope.hooks import STEP_POINTS, HookPoint, MetricSink, Series, StepSchedule
 from loopscope.loops import epoch_loop, step_loop
 from torch import Tensor
@@ -177,7 +177,7 @@ def many(*points: HookPoint) -> list[SpyHook]:
     return [returning(*points, name=name, **metrics) for name in ("one", "two", "three")]
 
 
-def test_one_dispatch_is_one_transfer():
+def test_one_delivery_is_one_transfer():
     """The number of hooks and tensors does not matter."""
     bare = transfers([])
     assert transfers(many(HookPoint.PRE_EPOCH)) == bare + 1
