@@ -4,9 +4,9 @@ from ..hooks import SEVERITIES, Severity
 from .change_tests import ChangeTest
 from .detector import Detector, DetectorRegistry, Threshold
 from .diagnosis import all_detectors, diagnose
-from .diagnosis_text import brief_lines, diagnosis_lines, evidence_text, finding_lines
+from .diagnosis_text import Diagnosis, brief_lines, diagnosis_lines, evidence_text, finding_lines
 from .effects import LARGEST_RISE, Effect, effect_of
-from .findings import SCHEMA, Diagnosis, Evidence, Finding
+from .findings import SCHEMA, Evidence, Finding
 from .history import Curve, History
 from .hypotheses import HYPOTHESES, Hypothesis
 from .live import CRITICAL, FindingNotice, LiveDiagnosis, diagnosis_with

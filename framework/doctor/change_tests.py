@@ -1,18 +1,12 @@
 """Results of tests: the effect of one change in branches of a training, and what it means for a finding."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from .effects import Effect, Measure
-from .hypotheses import SYMPTOMS, Hypothesis
+from .hypotheses import Hypothesis
 
-if TYPE_CHECKING:
-    from .findings import Finding
-
-ODDS_FACTOR = 4.0
-"""Factor by which a confirming test multiplies the odds of a finding's confidence, and a refuting one divides them."""
-MOST_CONFIDENT = 0.99
 VERDICTS = {True: "confirmed", False: "refuted", None: "inconclusive"}
 
 
@@ -88,21 +82,3 @@ def change_tests(
         ChangeTest(item.words, effect.value, effect.error, effect.null, branches, verdicts[item.name], effect.measure)
         for item, effect in pairs
     ]
-
-
-def with_tests(finding: "Finding", tests: Sequence[ChangeTest]) -> "Finding":
-    """Return a finding with its tests, and with a confidence that takes them into account.
-
-    A confirming test multiplies the odds by 4. If all tests refute the finding, its odds are divided by 4, unless it is
-    a symptom: what was measured stays true, and only its cause is open.
-    """
-    confirms = [item.confirms for item in tests]
-    odds = finding.confidence / (1 - min(finding.confidence, MOST_CONFIDENT))
-    if any(confirms):
-        odds *= ODDS_FACTOR
-    elif confirms and not any(item is None for item in confirms) and finding.id not in SYMPTOMS:
-        odds /= ODDS_FACTOR
-    else:
-        return replace(finding, tests=tests)
-    confidence = odds / (1 + odds)
-    return replace(finding, tests=tests, confidence=min(confidence, max(MOST_CONFIDENT, finding.confidence)))

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..errors import RunNotice, describe_error, library_warnings_ignored, listed, warn
 from .detector import Detector, DetectorRegistry
-from .findings import Diagnosis, Finding, ranked, with_causes
+from .diagnosis_text import Diagnosis
+from .findings import Finding, ranked, with_causes
 from .history import History
 from .levels import LEARNED, end_level, learned_share
 

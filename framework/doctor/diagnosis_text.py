@@ -1,11 +1,12 @@
-"""The findings of a diagnosis as lines of text."""
+"""A diagnosis, and its findings as lines of text."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-if TYPE_CHECKING:
-    from .findings import Diagnosis, Evidence, Finding
+from ..hooks import SEVERITIES, Severity
+from .findings import SCHEMA, Evidence, Finding
 
 MOST_EVIDENCE = 3
 """Measured values in the text of a finding; JSON has all."""
@@ -14,7 +15,74 @@ MOST_BRIEF = 3
 INDENT = "    "
 
 
-def diagnosis_lines(diagnosis: "Diagnosis", width: int = 100, most: int | None = None) -> list[str]:
+@dataclass(frozen=True, repr=False)
+class Diagnosis:
+    """The findings about a run, most important first, and what the record lacked for a complete diagnosis.
+
+    Iterate over it for the findings; ``print``, or the last line of a notebook's cell, shows them.
+    """
+
+    findings: Sequence[Finding] = ()
+    missing: Sequence[str] = ()
+    """Sentences about what was not checked, and what to add."""
+    untested: Sequence[str] = ()
+    """Sentences about findings whose cause could not be tested."""
+    unchecked: str = ""
+    """Why a diagnosis without problems is no good news: sentences about checks that the record does not allow."""
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def __str__(self) -> str:
+        """Return the findings as lines of text."""
+        return "\n".join(diagnosis_lines(self))
+
+    __repr__ = __str__
+
+    @classmethod
+    def of(cls, findings: Iterable[Mapping[str, Any]]) -> "Diagnosis":
+        """Return the diagnosis of a summary, whose findings are plain values.
+
+        Raises:
+            UsageError: for content without the required fields.
+        """
+        return cls([Finding.of(content) for content in findings])
+
+    @property
+    def severity(self) -> Severity | None:
+        """The highest severity among the findings, or ``None`` without any."""
+        return max((finding.severity for finding in self.findings), key=SEVERITIES.index, default=None)
+
+    def at_least(self, severity: Severity) -> list[Finding]:
+        """Return the findings of this severity or a higher one."""
+        lowest = SEVERITIES.index(severity)
+        return [finding for finding in self.findings if SEVERITIES.index(finding.severity) >= lowest]
+
+    @property
+    def verdict(self) -> str:
+        """The diagnosis in one short sentence."""
+        counts = {name: sum(finding.severity == name for finding in self.findings) for name in SEVERITIES}
+        if not counts["critical"] and not counts["warning"]:
+            return f"Not checked: {self.unchecked}" if self.unchecked else "No problem was found."
+        words = [
+            f"{counts[name]} {name}{'s' if name == 'warning' and counts[name] > 1 else ''}"
+            for name in ("critical", "warning")
+            if counts[name]
+        ]
+        return f"Found {' and '.join(words)}; most important: {self.findings[0].why}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the diagnosis as plain values, in the versioned schema."""
+        content: dict[str, Any] = {"schema": SCHEMA, "findings": [finding.as_dict() for finding in self.findings]}
+        content["checked"] = not self.unchecked
+        lists = {"missing": list(self.missing), "untested": list(self.untested)}
+        return content | {name: sentences for name, sentences in lists.items() if sentences}
+
+
+def diagnosis_lines(diagnosis: Diagnosis, width: int = 100, most: int | None = None) -> list[str]:
     """Return the lines of a diagnosis: the verdict, then each finding, most important first.
 
     Args:
@@ -35,7 +103,7 @@ def diagnosis_lines(diagnosis: "Diagnosis", width: int = 100, most: int | None =
     return lines
 
 
-def finding_lines(finding: "Finding", width: int = 100) -> Iterator[str]:
+def finding_lines(finding: Finding, width: int = 100) -> Iterator[str]:
     """Yield the lines of a finding: its severity, id and step, why, next, and the measured values."""
     when = f"from step {finding.step:,}" if finding.step else "before the first step"
     yield f"{finding.severity}: {finding.id}, {when} (confidence {finding.confidence:.0%})"
@@ -49,7 +117,7 @@ def finding_lines(finding: "Finding", width: int = 100) -> Iterator[str]:
             )
 
 
-def brief_lines(diagnosis: "Diagnosis", width: int | None = None, most: int = MOST_BRIEF) -> list[str]:
+def brief_lines(diagnosis: Diagnosis, width: int | None = None, most: int = MOST_BRIEF) -> list[str]:
     """Return the most important findings above ``info``: of each what is wrong, and what to do next.
 
     Args:
@@ -72,12 +140,12 @@ def wrapped(line: str, width: int) -> list[str]:
     return textwrap.wrap(line, max(width, 2 * len(INDENT)), subsequent_indent=INDENT, break_on_hyphens=False)
 
 
-def evidence_text(evidence: "Sequence[Evidence]") -> str:
+def evidence_text(evidence: Sequence[Evidence]) -> str:
     """Return the measured values in one text."""
     return "; ".join(_evidence_item(item) for item in evidence[:MOST_EVIDENCE])
 
 
-def _evidence_item(item: "Evidence") -> str:
+def _evidence_item(item: Evidence) -> str:
     text = f"{item.metric} {value_text(item.value)}"
     if item.limit is not None:
         text += f", limit {value_text(item.limit)}"

@@ -1,13 +1,12 @@
 """Findings of a diagnosis: what is wrong in a training, how certain that is, and what to do next."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import UsageError
 from ..hooks import LARGEST_STEP, SEVERITIES, Severity
 from .change_tests import ChangeTest
-from .diagnosis_text import diagnosis_lines
 
 SCHEMA = 1
 """Version of the JSON of a diagnosis; it changes when a field is renamed or removed."""
@@ -102,73 +101,6 @@ class Finding:
             return cls(**fields, evidence=evidence, tests=tests)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UsageError(f"{content!r} is not a finding of a diagnosis: {error}.") from error
-
-
-@dataclass(frozen=True, repr=False)
-class Diagnosis:
-    """The findings about a run, most important first, and what the record lacked for a complete diagnosis.
-
-    Iterate over it for the findings; ``print``, or the last line of a notebook's cell, shows them.
-    """
-
-    findings: Sequence[Finding] = ()
-    missing: Sequence[str] = ()
-    """Sentences about what was not checked, and what to add."""
-    untested: Sequence[str] = ()
-    """Sentences about findings whose cause could not be tested."""
-    unchecked: str = ""
-    """Why a diagnosis without problems is no good news: sentences about checks that the record does not allow."""
-
-    def __iter__(self) -> Iterator[Finding]:
-        return iter(self.findings)
-
-    def __len__(self) -> int:
-        return len(self.findings)
-
-    def __str__(self) -> str:
-        """Return the findings as lines of text."""
-        return "\n".join(diagnosis_lines(self))
-
-    __repr__ = __str__
-
-    @classmethod
-    def of(cls, findings: Iterable[Mapping[str, Any]]) -> "Diagnosis":
-        """Return the diagnosis of a summary, whose findings are plain values.
-
-        Raises:
-            UsageError: for content without the required fields.
-        """
-        return cls([Finding.of(content) for content in findings])
-
-    @property
-    def severity(self) -> Severity | None:
-        """The highest severity among the findings, or ``None`` without any."""
-        return max((finding.severity for finding in self.findings), key=SEVERITIES.index, default=None)
-
-    def at_least(self, severity: Severity) -> list[Finding]:
-        """Return the findings of this severity or a higher one."""
-        lowest = SEVERITIES.index(severity)
-        return [finding for finding in self.findings if SEVERITIES.index(finding.severity) >= lowest]
-
-    @property
-    def verdict(self) -> str:
-        """The diagnosis in one short sentence."""
-        counts = {name: sum(finding.severity == name for finding in self.findings) for name in SEVERITIES}
-        if not counts["critical"] and not counts["warning"]:
-            return f"Not checked: {self.unchecked}" if self.unchecked else "No problem was found."
-        words = [
-            f"{counts[name]} {name}{'s' if name == 'warning' and counts[name] > 1 else ''}"
-            for name in ("critical", "warning")
-            if counts[name]
-        ]
-        return f"Found {' and '.join(words)}; most important: {self.findings[0].why}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the diagnosis as plain values, in the versioned schema."""
-        content: dict[str, Any] = {"schema": SCHEMA, "findings": [finding.as_dict() for finding in self.findings]}
-        content["checked"] = not self.unchecked
-        lists = {"missing": list(self.missing), "untested": list(self.untested)}
-        return content | {name: sentences for name, sentences in lists.items() if sentences}
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:

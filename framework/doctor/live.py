@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 from ..errors import RunNotice, notice, warn_at
 from ..hooks import ENDLESS, Alert, HookPoint, MetricSink, RunInfo
 from .diagnosis import diagnose
-from .findings import Diagnosis, Finding
+from .diagnosis_text import Diagnosis
+from .findings import Finding
 from .history import History
 
 ALWAYS_UNTIL = 10

@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 
 from ..errors import listed
-from .change_tests import ChangeTest, change_tests, with_tests
+from .change_tests import ChangeTest, change_tests
+from .diagnosis_text import Diagnosis
 from .effects import effect_of
-from .findings import Diagnosis, Finding, ranked
+from .findings import Finding, ranked
 from .history import History
-from .hypotheses import EVENTS, LEAD, UNTESTABLE, Hypothesis, hypotheses_of
+from .hypotheses import EVENTS, LEAD, SYMPTOMS, UNTESTABLE, Hypothesis, hypotheses_of
 
+ODDS_FACTOR = 4.0
+"""Factor by which a confirming test multiplies the odds of a finding's confidence, and a refuting one divides them."""
+MOST_CONFIDENT = 0.99
 HOOK = "hypothesis_test"
 """The hook that trains the branches."""
 UNCHANGED = "unchanged"
@@ -158,3 +162,21 @@ def _tests_of(finding: Finding, plan: TrialPlan, measured: Mapping[str, Any]) ->
 
 def _not_tested(finding: Finding, reason: str) -> str:
     return f"{finding.id} was not tested: {reason}."
+
+
+def with_tests(finding: Finding, tests: Sequence[ChangeTest]) -> Finding:
+    """Return a finding with its tests, and with a confidence that takes them into account.
+
+    A confirming test multiplies the odds by 4. If all tests refute the finding, its odds are divided by 4, unless it is
+    a symptom: what was measured stays true, and only its cause is open.
+    """
+    confirms = [item.confirms for item in tests]
+    odds = finding.confidence / (1 - min(finding.confidence, MOST_CONFIDENT))
+    if any(confirms):
+        odds *= ODDS_FACTOR
+    elif confirms and not any(item is None for item in confirms) and finding.id not in SYMPTOMS:
+        odds /= ODDS_FACTOR
+    else:
+        return replace(finding, tests=tests)
+    confidence = odds / (1 + odds)
+    return replace(finding, tests=tests, confidence=min(confidence, max(MOST_CONFIDENT, finding.confidence)))

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from loopscope.doctor import ChangeTest, Diagnosis, Finding, History, diagnosis_with_tests, effect_of, trial_plans
-from loopscope.doctor.change_tests import change_tests, with_tests
+from loopscope.doctor.change_tests import change_tests
 from loopscope.doctor.effects import null_effects
 from loopscope.doctor.hypotheses import HYPOTHESES, hypotheses_of
+from loopscope.doctor.trial_plan import with_tests
 from loopscope.student_t import critical_t
 
 Luck = Callable[[np.random.Generator, int], np.ndarray]
