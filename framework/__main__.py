@@ -3,7 +3,7 @@
 import os
 import sys
 
-from .interruption import end_at_signals, end_process, raise_by_default
+from .interruption import end_at_signals, end_process, ignore_signal, raise_by_default
 
 IS_PROGRAM = __name__ == "__main__" or os.path.basename("".join(sys.argv[:1])).partition(".")[0] == "loopscope"
 """Whether this process is the command, and not a script that imports this module."""
@@ -35,7 +35,7 @@ def _run() -> int:
     sys.stdout, sys.stderr = outlast_readers(STDOUT, sys.stdout), outlast_readers(STDERR, sys.stderr)
     if hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         # By default SIGUSR1 ends a process, but a checkpoint request before the start of a run must not.
-        signal.signal(signal.SIGUSR1, lambda number, frame: None)
+        signal.signal(signal.SIGUSR1, ignore_signal)
     status = cli.main(packages=PACKAGES)
     if reason := lost_output(sys.stdout):
         sys.stderr.write(f"loopscope: standard output could not be written: {reason}.\n")

@@ -59,3 +59,7 @@ def is_partly_imported(package: str) -> bool:
     if module is None:
         return any(name.startswith(f"{package}.") for name in sys.modules)
     return bool(getattr(module.__spec__, "_initializing", False))
+
+
+def ignore_signal(number: int, frame: FrameType | None) -> None:
+    """Do nothing at a signal; unlike ``SIG_IGN``, processes that are started do not inherit it."""

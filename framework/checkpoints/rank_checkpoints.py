@@ -185,16 +185,24 @@ def read_parts(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: Ra
         streams = indices.index(ranks.index) if ranks.index in indices else 0
     content: dict[str, Any] = _read_rank(reader, number, parameters, same=same)
     for other in range(1, len(manifest["ranks"]["indices"])) if model is None and "state" in content else ():
-        differing = _read_rank(reader, other, {}, only=lambda path, is_own: is_own and path[0] == "state")
+        differing = _read_rank(reader, other, {}, only=_is_own_state)
         content["state"] = {**content["state"], f"rank {other}": differing.get("state", {})}
     if ranks is not None and ranks.index not in manifest["ranks"]["indices"]:
         content[FRESH_STREAMS] = True
     if streams != number:
-        other = _read_rank(reader, streams, parameters, only=lambda path, is_own: "generators" in path)
+        other = _read_rank(reader, streams, parameters, only=_is_of_generators)
         for name in ("state", "pre_epoch"):
             if isinstance(content.get(name), dict) and isinstance(other.get(name), dict):
                 content[name]["generators"] = other[name]["generators"]
     return content
+
+
+def _is_own_state(path: Keys, is_own: bool) -> bool:
+    return is_own and path[0] == "state"
+
+
+def _is_of_generators(path: Keys, is_own: bool) -> bool:
+    return "generators" in path
 
 
 def _read_rank(

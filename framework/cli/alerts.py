@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ def alerts(words: Sequence[str]) -> None:
     folder = Path(given["RUN"][0])
     RunRecord.read(folder)
     warn_of_changes(folder)
-    items = sorted([*_findings(folder), *map(_alert, read_alerts(folder))], key=lambda item: item["step"])
+    items = sorted([*_findings(folder), *map(_alert, read_alerts(folder))], key=itemgetter("step"))
     lowest = SEVERITIES.index(given["severity"])
     chosen = [item for item in items if item["step"] >= given["since"] and SEVERITIES.index(item["severity"]) >= lowest]
     newest = chosen[-given["limit"] :]
@@ -54,7 +56,7 @@ def alerts(words: Sequence[str]) -> None:
         "items": newest,
     }
     output = Output.of("alerts", words, given)
-    output.write(content, {"items": "last"}, lambda: [*_lines(content)], kept_lines="last")
+    output.write(content, {"items": "last"}, partial(_lines, content), kept_lines="last")
 
 
 def _findings(folder: Path) -> Iterator[Item]:

@@ -3,6 +3,7 @@
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def compare(words: Sequence[str]) -> None:
     output.write(
         comparison,
         dict.fromkeys(fields, "first"),
-        lambda: [*_lines(comparison, last=bool(given["metrics"]), is_markdown=given["markdown"])],
+        partial(_lines, comparison, last=bool(given["metrics"]), is_markdown=given["markdown"]),
     )
 
 

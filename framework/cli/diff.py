@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def diff(words: Sequence[str]) -> None:
         ],
     }
     Output.of("diff", words, given).write(
-        content, {"settings": "first"}, lambda: _lines(content, complete=not left_out)
+        content, {"settings": "first"}, partial(_lines, content, complete=not left_out)
     )
     if difference is not None:
         raise ReportedError(f"The runs differ {difference}.")

@@ -59,7 +59,7 @@ def doctor(words: Sequence[str]) -> None:
     content = _as_json(diagnoses)
     fields = ("missing", "findings", "runs")
     cut: dict[str, Kept] = {name: "first" for name in fields if name in content}
-    Output.of("doctor", words, given).write(content, cut, lambda: _lines(diagnoses))
+    Output.of("doctor", words, given).write(content, cut, partial(_lines, diagnoses))
     if given["fail_on"] is not None:
         _fail_on(given["fail_on"], diagnoses)
 

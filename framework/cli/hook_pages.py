@@ -3,6 +3,7 @@
 import inspect
 import io
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -38,7 +39,7 @@ def hooks(words: Sequence[str]) -> None:
         content = _content(hook)
         page, cut = hook_page(hook), {"about": "first", "metrics": "first", "options": "first"}
     if output.is_json or output.most is not None:
-        output.write(content, cut, lambda: _lines(page))
+        output.write(content, cut, partial(_lines, page))
     else:
         make_console().print(page)
 

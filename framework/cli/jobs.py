@@ -19,6 +19,7 @@ import torch
 from ..checkpoints import Signals, StoppedError
 from ..console import MARK, Mode, ProgressMessages, RunConsole, RunsLine, printable
 from ..errors import LoopscopeError, RunNotice, UsageError, counted, short_path, warn
+from ..interruption import ignore_signal
 from ..runs import RunFolder, Session, StrategyPlan, check_device
 from .lost_rows import require_all_rows
 from .options import Options, config_of, plain, run_options, seeds_of, typed_options, wanted_sinks
@@ -201,7 +202,7 @@ def train_one_of_several() -> None:
     """Train the run that the parent process sends on standard input, and report progress to it."""
     task = json.loads(sys.stdin.readline())
     sys.argv[1:] = task["argv"]
-    signal.signal(signal.SIGUSR1, lambda *_: None)  # outside a step, a checkpoint request must not end the process
+    signal.signal(signal.SIGUSR1, ignore_signal)  # outside a step, a checkpoint request must not end the process
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     experiment, options = typed_options(task["experiment"], task["options"])
     strategy, seed = task["of"]

@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -72,7 +72,7 @@ class Output:
         self,
         content: Mapping[str, Any],
         cut: Mapping[str, Kept],
-        lines: Callable[[], Sequence[str]],
+        lines: Callable[[], Iterable[str]],
         *,
         kept_lines: Kept = "first",
     ) -> None:
@@ -87,7 +87,7 @@ class Output:
         if self.is_json:
             sys.stdout.write(f"{encoded(self._bounded(content, cut))}\n")
         else:
-            self.write_lines(lines(), kept_lines)
+            self.write_lines([*lines()], kept_lines)
 
     def write_lines(self, lines: Sequence[str], kept: Kept = "first") -> None:
         """Write lines of text; beyond the limit only their number, and the command that shows them."""

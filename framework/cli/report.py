@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from operator import methodcaller
 from pathlib import Path
 
 from ..console import place_text, result_line
@@ -46,7 +47,7 @@ def report(words: Sequence[str]) -> None:
     for shown, name in zip(runs, labels, strict=True):
         shown.name = name
     page = page_of(runs, [sentence_of(shown) for shown in runs], title_of(labels, [*folders]))
-    write_atomically(path, lambda file: file.write(page))
+    write_atomically(path, methodcaller("write", page))
     for sentence in [problem for shown in runs for problem in shown.problems]:
         write_line(sentence)
     write_line(f"Wrote {path} ({len(page) / 1e6:.1f} MB); open it in a browser.")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -333,7 +334,7 @@ def _weight_scales(model: nn.Module) -> dict[str, Any]:
                 scales[f"{name}.weight"] = float(values.float().square().mean().sqrt()) * math.sqrt(fan_in)
     if not scales:
         return {}
-    ordered = sorted(scales.items(), key=lambda item: item[1])
+    ordered = sorted(scales.items(), key=itemgetter(1))
     median = ordered[len(ordered) // 2][1]
     return {"count": len(ordered), "median": median, "smallest": list(ordered[0]), "largest": list(ordered[-1])}
 

@@ -74,7 +74,7 @@ class HookCalls:
             forward=self._forward,
             batch_gradients=LossProbe(task, state, hooks.profiler).gradient,
             evaluate=self._evaluate,
-            optimizer_groups=lambda: optimizer_groups(task.model, task.optimizer),
+            optimizer_groups=partial(optimizer_groups, task.model, task.optimizer),
             last_metrics=delivery.last,
             ranks=task.ranks,
             row_indices=self._rows_of_batch,

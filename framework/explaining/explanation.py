@@ -69,12 +69,16 @@ class Explanation:
         return sorted(rows.values(), key=lambda row: -row.loss)
 
 
+def _undescribed(index: int) -> None:
+    """Describe no row."""
+
+
 def explain(
     train_again: TrainAgain,
     folder: Path,
     step: int,
     *,
-    describe_row: Describe = lambda index: None,
+    describe_row: Describe = _undescribed,
     left_out: Sequence[str] = (),
     last: int | None = None,
 ) -> Explanation:

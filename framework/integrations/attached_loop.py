@@ -209,7 +209,7 @@ class AttachedLoop:
             optimizer,
             loader,
             LossOfHooks(bypass_replica(replica, self._loss)),
-            evaluate=options.evaluate or (lambda model: {}),
+            evaluate=options.evaluate or _without_evaluation,
             length=options.length or length or ENDLESS,
             snapshot_every=options.snapshot_interval,
             log_every=options.log_every,
@@ -683,3 +683,8 @@ class AttachedLoop:
             "scope.close() after the loop, or use `with loopscope.attach(...) as scope`."
         )
         self._at_exit("interrupted" if self._ranks.are_many else "completed", None)  # other ranks may be gone
+
+
+def _without_evaluation(model: nn.Module) -> dict[str, float]:
+    """Return the numbers of a run without an evaluation: none."""
+    return {}

@@ -304,7 +304,7 @@ class GivenDataLoader(TorchLoader):
         """Yield the batches, and restore the position of the training in between."""
         batches = self._reader.read(lambda: self._current().batches(epoch, start))
         end = object()
-        while (batch := self._reader.read(lambda: next(batches, end))) is not end:
+        while (batch := self._reader.read(partial(next, batches, end))) is not end:
             yield batch
 
     def drawn(self, seed: int) -> TorchLoader:

@@ -301,10 +301,7 @@ class LightningLoop(Transient):
         loop = trainer.fit_loop.epoch_loop
         # Private: Lightning decides only here whether training_step also takes batch_idx.
         inputs = loop._build_kwargs(OrderedDict(), batch, loop.batch_idx)
-        with (
-            trainer.precision_plugin.train_step_context(),
-            temporary_attribute(module, "log", lambda *args, **options: None),
-        ):
+        with trainer.precision_plugin.train_step_context(), temporary_attribute(module, "log", _log_nothing):
             output = module.training_step(*inputs.values())
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None:
@@ -337,3 +334,7 @@ def check_names(owner: Any, names: tuple[str, ...]) -> None:
                 f"This version of Lightning has no {type(owner).__name__}.{name}, which attach requires; Lightning "
                 f"{TESTED} has it."
             ) from error
+
+
+def _log_nothing(*arguments: Any, **options: Any) -> None:
+    """Stand in for the log of a module in passes of hooks."""

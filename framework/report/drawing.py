@@ -4,6 +4,7 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def save(figure: Figure, path: Path, about: tuple[str, str] = ("", "")) -> None:
     metadata = UNDATED[kind] | {DESCRIPTION[kind]: about[0], "Keywords": about[1]}
     with matplotlib.style.context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("once", "Glyph")  # otherwise each layout pass warns about a missing glyph
-        write_atomically(path, lambda file: figure.savefig(file, format=kind, metadata=metadata))
+        write_atomically(path, partial(figure.savefig, format=kind, metadata=metadata))
 
 
 def layout(panels: int, size: tuple[float, float] | None = None) -> tuple[int, int]:

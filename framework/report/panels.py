@@ -94,7 +94,11 @@ def matcher(patterns: str | Sequence[str]) -> Callable[[str], bool]:
     """
     names = as_names(patterns)
     shapes = [re.compile(_expression(pattern), re.DOTALL) for pattern in names]
-    return lambda name: name in names or any(shape.fullmatch(name) for shape in shapes)
+
+    def matches(name: str) -> bool:
+        return name in names or any(shape.fullmatch(name) for shape in shapes)
+
+    return matches
 
 
 def _expression(pattern: str) -> str:

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from heapq import merge
 from itertools import groupby, islice
 from operator import index, itemgetter
@@ -88,7 +88,7 @@ def scan(folder: Path, strategy: str, wanted: Callable[[str], bool]) -> Scan:
     try:
         sink, path = record_of(folder, strategy)
         check_size(path, MOST_BYTES)
-        forward_emits(path, sink.read(path), lambda emit: result.take(emit, is_wanted))
+        forward_emits(path, sink.read(path), partial(result.take, wanted=is_wanted))
     except (UsageError, OSError) as error:
         result.problem = str(error)
     return result

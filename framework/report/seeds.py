@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from operator import itemgetter
 from statistics import mean, stdev
 from typing import Any
 
@@ -99,7 +100,7 @@ def no_contrast(remark: str) -> dict[str, Any]:
 
 def correct(contrasts: Sequence[dict[str, Any]]) -> None:
     """Set ``holm`` in each tested contrast: p after Holm's step-down correction for the number of tests."""
-    tested = sorted((test for test in contrasts if test["p"] is not None), key=lambda test: float(test["p"]))
+    tested = sorted((test for test in contrasts if test["p"] is not None), key=itemgetter("p"))
     # Holm: the k-th smallest of m p values becomes max over j ≤ k of min(1, (m − j + 1) · p_j).
     largest = 0.0
     for rank, test in enumerate(tested):

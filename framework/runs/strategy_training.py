@@ -105,7 +105,7 @@ class StrategyTraining:
                 raise fatal from error
             except HookError as error:
                 if self._is_trained:
-                    attempt(lambda: self._checkpointing.take(wait=True))
+                    attempt(partial(self._checkpointing.take, wait=True))
                 self._fail("failed", error)
                 raise
             except BaseException as error:
@@ -228,7 +228,7 @@ class StrategyTraining:
         """Return the manifest entries of a checkpoint that is written now."""
         record = self.run.record
         if self.task.ranks.is_main:
-            attempt(lambda: self.folder.write_missing_record(record))
+            attempt(partial(self.folder.write_missing_record, record))
         loop = self.state.loop
         return {
             **vars(record),
@@ -254,8 +254,8 @@ class StrategyTraining:
 
     def _discard(self) -> None:
         """Remove the files of a run that has just begun, after a fault of its experiment."""
-        attempt(lambda: self.manager.end("failed"))
-        attempt(lambda: self.folder.claim(self.folder.reference))
+        attempt(partial(self.manager.end, "failed"))
+        attempt(partial(self.folder.claim, self.folder.reference))
         self.run.release()
         self.folder.remove_created()
 
@@ -269,7 +269,7 @@ class StrategyTraining:
 
     def _fail(self, status: str, error: BaseException) -> None:
         """End the run after an error, and say from where it can be resumed."""
-        attempt(lambda: self.run.end(status, explain_nondeterminism(error)))
+        attempt(partial(self.run.end, status, explain_nondeterminism(error)))
         if self.folder.newest_checkpoint() is not None:
             notice(f"{self._last_checkpoint()} {self._resume_advice()}")
 

@@ -63,9 +63,9 @@ def build_run(
         optimizer,
         loader,
         precision.autocast(partial(call_method, runner, "compute_loss")),
-        evaluate=precision.autocast(lambda model: plain(call_method(runner, "evaluate", model))),
+        evaluate=precision.autocast(partial(_plain_result, runner, "evaluate")),
         scaler=precision.scaler(),
-        should_stop=lambda numbers: plain(call_method(runner, "should_stop", numbers)),
+        should_stop=partial(_plain_result, runner, "should_stop"),
         target_grad=runner.target_grad,
         scheduler=scheduler,
         scheduler_interval=runner.scheduler_interval,
@@ -81,3 +81,8 @@ def build_run(
     streams = RandomStreams(config.seed, (*loader.generators(), *generators_of(runner.compute_loss, runner.evaluate)))
     extras = {"experiment": runner}
     return task, TrainingState(model, optimizer, streams, scheduler=scheduler, scaler=task.scaler, extras=extras)
+
+
+def _plain_result(runner: Any, method: str, argument: Any) -> Any:
+    """Call a method of an experiment, and return its checked value without tensors."""
+    return plain(call_method(runner, method, argument))

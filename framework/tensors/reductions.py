@@ -8,6 +8,7 @@ reading a result would wait for the device, sums are computed in float64, or sca
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def inner_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     if not all(_is_plain(a) and _is_plain(b) for a, b in reals):
         return torch.stack([_wide_product(a, b).to(device) for a, b in reals])
     fast = torch.stack([(_at_least_float32(a) * _at_least_float32(b)).sum().double() for a, b in reals])
-    return _corrected(fast, ACCURATE, lambda place: _wide_product(*reals[place]))
+    return _corrected(fast, ACCURATE, _wide_product, reals)
 
 
 def flat_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -65,7 +66,7 @@ def flat_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     if not all(_is_plain(a) for a, _ in pairs):
         return torch.stack([_wide_product(a, b) for a, b in pairs])
     fast = torch.stack([_dot(a, b) for a, b in pairs])
-    return _corrected(fast, ACCURATE, lambda place: _wide_product(*pairs[place]))
+    return _corrected(fast, ACCURATE, _wide_product, pairs)
 
 
 def norms_of(tensors: Sequence[Tensor], shorter: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -80,7 +81,7 @@ def norms_of(tensors: Sequence[Tensor], shorter: Callable[[Tensor], Tensor] | No
     if not all(map(_is_plain, stored)):
         return torch.stack([_wide_norm(values).to(tensors[0].device) for values in stored])
     fast = torch.stack([norm.double() for norm in _fast_norms(list(map(shorter, stored)) if shorter else stored)])
-    return _corrected(fast, ACCURATE**0.5, lambda place: _wide_norm(stored[place]))
+    return _corrected(fast, ACCURATE**0.5, _wide_norm, [(values,) for values in stored])
 
 
 def length_of(tensor: Tensor) -> float | Tensor:
@@ -164,7 +165,7 @@ def joint_norm_of(tensors: Sequence[Tensor]) -> Tensor:
     # ||(a, b, ...)|| = ||(||a||, ||b||, ...)||
     fast = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in _fast_norms(stored)]))
     if all(map(_is_plain, stored)):
-        return _corrected(fast.double()[None], ACCURATE**0.5, lambda _: total_of(norms_of(stored)))[0]
+        return _corrected(fast.double()[None], ACCURATE**0.5, _joint_norm, [(stored,)])[0]
     wide = total_of(norms_of(stored))
     accurate = (fast >= ACCURATE**0.5) & fast.isfinite()
     return torch.where(accurate, fast.to(wide.dtype), wide)
@@ -211,11 +212,17 @@ def in_range(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor / unit for tensor in tensors)
 
 
-def _corrected(values: Tensor, accurate: float, again: Callable[[int], Tensor]) -> Tensor:
+def _joint_norm(stored: Sequence[Tensor]) -> Tensor:
+    return total_of(norms_of(stored))
+
+
+def _corrected(
+    values: Tensor, accurate: float, again: Callable[..., Tensor], arguments: Sequence[tuple[Any, ...]]
+) -> Tensor:
     """Replace the values that are below ``accurate``, infinite or NaN by those that ``again`` computes."""
     for place, value in enumerate(values.tolist()):
         if not accurate <= abs(value) < math.inf:
-            values[place] = again(place)
+            values[place] = again(*arguments[place])
     return values
 
 

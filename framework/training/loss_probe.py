@@ -267,11 +267,11 @@ class LossProbe:
         parameters = trainable(self._model)
 
         def difference(vector: Vector, step: float) -> Vector:
-            return central_difference(lambda: self.gradient(batch), parameters, vector, step)
+            return central_difference(partial(self.gradient, batch), parameters, vector, step)
 
         try:
             times = self.hessian(batch)
-            return find_problem(times, lambda: self.gradient(batch), difference, parameters, epsilon)
+            return find_problem(times, partial(self.gradient, batch), difference, parameters, epsilon)
         except LoopscopeError:
             raise
         except Exception as error:

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -118,7 +120,7 @@ class FirstNonfinite(TrainingHook):
             return finding
         fields = (finding.stage, finding.sentence, finding.step, finding.position)
         findings = [FirstProducer(*values) for values in ctx.ranks.gather(fields)]
-        return min(findings, key=lambda item: item.order)
+        return min(findings, key=attrgetter("order"))
 
     def _find_here(
         self, ctx: RunDataContext, bad_weights: Sequence[str], bad_gradients: Sequence[str]
@@ -146,7 +148,7 @@ class FirstNonfinite(TrainingHook):
 
     def _repeated(self, ctx: RunDataContext) -> Producer | None:
         with ctx.replayed():
-            return search(ctx.model, lambda: ctx.compute_batch_gradients(ctx.batch_data))
+            return search(ctx.model, partial(ctx.compute_batch_gradients, ctx.batch_data))
 
     def _nearest(self, ctx: RunDataContext, bad_gradients: Sequence[str]) -> FirstProducer:
         """Return the finding for a pass that is not repeated, or that is finite when it is repeated."""

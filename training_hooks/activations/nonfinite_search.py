@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class PassRecorder:
         found = [*self.producers] or [*self.masks]
         in_backward = [use.producer(bad_gradients) for use in self._backward]
         found += [producer for producer in in_backward if producer is not None]
-        return min(found, key=lambda producer: producer.position, default=None)
+        return min(found, key=attrgetter("position"), default=None)
 
     def _after_forward(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._events += 1

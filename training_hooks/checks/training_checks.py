@@ -262,8 +262,8 @@ class TrainingChecks(TrainingHook):
     # Values between the points of one step, and that step
     _step = Remembered(0, saved=False)
     _with_gradient = Remembered(list[str], saved=False)
-    _norm = Remembered[Tensor | None](lambda: None, saved=False)
-    _copy = Remembered[WeightCopy | None](lambda: None, saved=False)
+    _norm = Remembered[Tensor | None](None, saved=False)
+    _copy = Remembered[WeightCopy | None](None, saved=False)
     _layers = LayerWeights(frozenset(), frozenset())
 
     def __init__(self, *, interval: int = 50, names: str = "", top: int = 8) -> None:

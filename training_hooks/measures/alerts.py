@@ -15,6 +15,10 @@ def notice(sentence: str) -> None:
     warn(sentence, RunNotice, stacklevel=3)
 
 
+def _nothing_reported(alerts: "Alerts") -> dict[str, list[str]]:
+    return {name: [] for name in alerts.phrases}
+
+
 class Alerts(Remembering):
     """Tracks the parameters in each condition, and queues an alert for every change.
 
@@ -27,8 +31,8 @@ class Alerts(Remembering):
     counts = Remembered[dict[str, int]](lambda alerts: dict.fromkeys(alerts.phrases, 0), by_options=True)
     """Number of parameters in each condition at its last check."""
     # The names of both attributes are keys of saved states: what each condition's last alert named, and unsent alerts.
-    _told = Remembered[dict[str, list[str]]](lambda alerts: {name: [] for name in alerts.phrases}, by_options=True)
-    _serious = Remembered[dict[str, list[str]]](lambda alerts: {name: [] for name in alerts.phrases}, by_options=True)
+    _told = Remembered[dict[str, list[str]]](_nothing_reported, by_options=True)
+    _serious = Remembered[dict[str, list[str]]](_nothing_reported, by_options=True)
     """The parameters whose condition has been reported as more than a remark, by condition."""
     # step, whether the condition starts (or ends), message, condition, worst value, its limit, severity
     _news = Remembered(list[tuple[Any, ...]])

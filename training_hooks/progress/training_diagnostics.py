@@ -97,7 +97,7 @@ class TrainingDiagnostics(TrainingHook):
     _steps = Remembered(partial(torch.zeros, 2, 0, dtype=torch.float64))
     """Losses and gradient norms of the window, shape (2, n)."""
     _ratios = Remembered(list[Tensor])
-    _copy = Remembered[WeightCopy | None](lambda: None, saved=False)
+    _copy = Remembered[WeightCopy | None](None, saved=False)
     """The weights before the optimizer's step, between PRE_UPDATE and POST_STEP."""
     _copied = Remembered(dict[str, nn.Parameter], saved=False)
     _loaded = Remembered(dict[str, Tensor], saved=False)

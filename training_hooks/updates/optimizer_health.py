@@ -140,7 +140,7 @@ class OptimizerHealth(InterventionHook):
     _step = Remembered(0, saved=False)
     _groups = Remembered[dict[str, OptimizerGroup]](dict, saved=False)  # the settings by parameter
     _norms = Remembered[dict[str, Tensor]](dict, saved=False)  # of the gradients
-    _copy = Remembered[WeightCopy | None](lambda: None, saved=False)
+    _copy = Remembered[WeightCopy | None](None, saved=False)
     _sizes = Remembered[dict[str, int]](dict, saved=False)
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,16 +119,16 @@ class ParameterNorms(TrainingHook):
     write_all: bool = False
 
     _file = Remembered(FamilyFile)
-    _clipped = Remembered(lambda: torch.zeros((), dtype=torch.int64))  # clipped steps since the last report
+    _clipped = Remembered(partial(torch.zeros, (), dtype=torch.int64))  # clipped steps since the last report
     _steps = Remembered(int)  # steps since the last report
     _earlier_clipped = Remembered(int)  # clipped steps before the last report
     _earlier_steps = Remembered(int)
     # Values between the points of one step, and that step
     _norm_step = Remembered(0, saved=False)
-    _norm = Remembered(lambda: torch.zeros(()), saved=False)
+    _norm = Remembered(partial(torch.zeros, ()), saved=False)
     _families = Remembered[dict[str, tuple[list[str], Tensor]]](dict, saved=False)  # names, and a value for each
     _copy_step = Remembered(0, saved=False)
-    _copy = Remembered[WeightCopy | None](lambda: None, saved=False)
+    _copy = Remembered[WeightCopy | None](None, saved=False)
 
     def __post_init__(self) -> None:
         require(self.interval >= 1, f"parameter_norms.interval is {self.interval}; it must be at least 1.")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
@@ -86,7 +87,7 @@ class WeightUpdates(TrainingHook):
     name = "weight_updates"
     hook_points = frozenset({HookPoint.POST_BACKWARD, HookPoint.POST_STEP})
     in_health = True
-    monitor = Remembered[WeightUpdateMonitor](lambda hook: hook.new_monitor(), by_options=True)
+    monitor = Remembered[WeightUpdateMonitor](methodcaller("new_monitor"), by_options=True)
     _conditions = Remembered(partial(Alerts, CONDITIONS, ids=IDS))
     _severity = Remembered(UpdateSeverity)
     _kept_at = Remembered(int)

@@ -499,7 +499,7 @@ class VanishingGradients(Detector):
                 tiny[name] = float(recent[-1])
         has_weight = any("weight" in name for name in tiny)  # a bias before a normalisation has no effect by design
         if has_weight and len(tiny) >= self.limit("count") and falls_short(history, 0.5):
-            worst = min((name for name in tiny if "weight" in name), key=lambda name: tiny[name])
+            worst = min((name for name in tiny if "weight" in name), key=tiny.__getitem__)
             checks = min(LAST_CHECKS, len(history.curve(f"parameter_norms/grad_norm/{worst}")))
             yield self.finding(
                 "warning",

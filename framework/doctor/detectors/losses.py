@@ -656,7 +656,7 @@ class InitialLossHigh(Detector):
         if 0 < divisor < 0.5 and 0.5 < ratio * divisor < 2:
             return f"the loss is multiplied by {1 / divisor:,.4g}", "Remove the factor, which acts as a learning rate."
         blocks = {name: curve.first for name, curve in history.family("activations/rms").items() if curve.first > 0}
-        largest = max(blocks, key=lambda name: blocks[name], default="")
+        largest = max(blocks, key=blocks.__getitem__, default="")
         if blocks and blocks[largest] > self.limit("growth") * min(blocks.values()):
             why = f"activations grow from block to block, up to {blocks[largest]:.3g} in {largest}"
             return why, "Normalise the blocks, scale their residual branches, or divide sums by the number of terms."
