@@ -10,6 +10,7 @@ from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
 from ..levels import falls_short, loss_fall, target_sizes
+from ..rules import Rule, count
 from .gradients import are_experts, never_trained
 
 
@@ -131,7 +132,7 @@ class ActivationsGrow(Detector):
 
 
 @DetectorRegistry.register
-class MassiveActivations(Detector):
+class MassiveActivations(Rule):
     """Reports single activations that are far larger than all others."""
 
     name = "massive-activations"
@@ -141,19 +142,13 @@ class MassiveActivations(Detector):
     )
     source = "Sun et al., arXiv 2402.17762"
     needs = ("activations",)
-
-    def detect(self, history: History) -> Iterable[Finding]:
-        """Return a remark if any was found."""
-        curve = history.curve("activations/total_massive_count")
-        if curve.last > 0:
-            yield self.finding(
-                "info",
-                curve.first_step_where(curve.values > 0) or curve.last_step,
-                f"{int(curve.last)} activations are above 100 and above 1,000 times the median of their layer.",
-                "Keep these layers out of 8-bit formats; activations/massive_count names the blocks.",
-                Evidence("activations/total_massive_count", curve.last, 0, "0, or a few in large language models"),
-                confidence=0.9,
-            )
+    read = staticmethod(count)
+    metric = "activations/total_massive_count"
+    severity = "info"
+    why = "{value:.0f} activations are above 100 and above 1,000 times the median of their layer."
+    remedy = "Keep these layers out of 8-bit formats; activations/massive_count names the blocks."
+    usual = "0, or a few in large language models"
+    confidence = 0.9
 
 
 @DetectorRegistry.register

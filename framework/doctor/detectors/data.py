@@ -9,6 +9,7 @@ from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
 from ..levels import CHECKS, FEW_CLASSES, are_tokens, classes_of_batches, falls_short, is_sorted_by_class, median_of
+from ..rules import Rule, median
 from .losses import TrainValidationDiverging, validation_rises
 
 
@@ -419,7 +420,7 @@ class InputsConstant(Detector):
 
 
 @DetectorRegistry.register
-class PaddingInLoss(Detector):
+class PaddingInLoss(Rule):
     """Finds padding tokens that count as targets."""
 
     name = "padding-in-loss"
@@ -432,21 +433,15 @@ class PaddingInLoss(Detector):
     applies_to = "sequences of integer targets"
     thresholds = {"share": Threshold(0.1, "of the targets; natural text does not end with runs of one token")}
     needs = (CHECKS,)
-
-    def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if many targets are in a run of equal tokens at the end of their rows."""
-        curve = history.curve(f"{CHECKS}/padding_fraction")
-        share = median_of(curve.values)
-        if share > self.limit("share"):
-            yield self.finding(
-                "warning",
-                1,
-                f"{share:.0%} of the targets look like padding (the same token up to the end of most rows) and count "
-                "in the loss.",
-                "Set labels of padding to -100: labels[attention_mask == 0] = -100.",
-                Evidence(f"{CHECKS}/padding_fraction", share, self.limit("share"), "0"),
-                confidence=0.75,
-            )
+    read = staticmethod(median)
+    metric = f"{CHECKS}/padding_fraction"
+    above = "share"
+    why = (
+        "{value:.0%} of the targets look like padding (the same token up to the end of most rows) and count in the "
+        "loss."
+    )
+    remedy = "Set labels of padding to -100: labels[attention_mask == 0] = -100."
+    confidence = 0.75
 
 
 @DetectorRegistry.register

@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Iterable
-from typing import ClassVar
 
 import numpy as np
 
 from ...errors import counted, listed
-from ...hooks import Severity
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
@@ -24,35 +22,12 @@ from ..levels import (
     uniform_loss,
     update_ratios,
 )
+from ..rules import Rule
 from .learning_rates import is_warming_up
 
 
-class LossGraphDetector(Detector):
-    """Finds a property of the loss that is always a mistake, and that its autograd graph shows.
-
-    Subclasses set what the finding says.
-    """
-
-    metric: ClassVar[str]
-    """The metric of ``training_checks`` that is 1 if the graph has the property."""
-    severity: ClassVar[Severity] = "critical"
-    why: ClassVar[str]
-    remedy: ClassVar[str]
-    confidence: ClassVar[float]
-    needs = (CHECKS,)
-
-    def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the newest check found the property."""
-        curve = history.curve(f"{CHECKS}/{self.metric}")
-        if curve.last > 0:
-            evidence = Evidence(f"{CHECKS}/{self.metric}", 1, 0, "0")
-            yield self.finding(
-                self.severity, curve.first_step, self.why, self.remedy, evidence, confidence=self.confidence
-            )
-
-
 @DetectorRegistry.register
-class DoublyNormalised(LossGraphDetector):
+class DoublyNormalised(Rule):
     """Finds a softmax before a loss that contains one, or a sigmoid likewise."""
 
     name = "softmax-applied-twice"
@@ -62,6 +37,7 @@ class DoublyNormalised(LossGraphDetector):
         "the logits from the model."
     )
     source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
+    needs = (CHECKS,)
     explains = frozenset(
         {
             "loss-not-falling",
@@ -71,7 +47,8 @@ class DoublyNormalised(LossGraphDetector):
             "learning-rate-too-low",
         }
     )
-    metric = "doubly_normalised"
+    metric = f"{CHECKS}/doubly_normalised"
+    severity = "critical"
     why = (
         "The model's output passes through a softmax or sigmoid, and the loss applies another one, so that its "
         "gradients are small and the loss cannot approach 0."
@@ -81,7 +58,7 @@ class DoublyNormalised(LossGraphDetector):
 
 
 @DetectorRegistry.register
-class LogSoftmaxMissing(LossGraphDetector):
+class LogSoftmaxMissing(Rule):
     """Finds a likelihood of outputs that are not log-probabilities."""
 
     name = "log-softmax-missing"
@@ -92,6 +69,7 @@ class LogSoftmaxMissing(LossGraphDetector):
     )
     source = "torch.nn.NLLLoss and CTCLoss: the input is expected to contain log-probabilities"
     applies_to = "nll_loss, ctc_loss and kl_div"
+    needs = (CHECKS,)
     explains = frozenset(
         {
             "loss-unbounded",
@@ -104,7 +82,8 @@ class LogSoftmaxMissing(LossGraphDetector):
             "learning-rate-too-low",
         }
     )
-    metric = "lacks_log_softmax"
+    metric = f"{CHECKS}/lacks_log_softmax"
+    severity = "critical"
     why = (
         "nll_loss, ctc_loss or kl_div gets logits or probabilities instead of log-probabilities, so that the loss is "
         "not a likelihood."
@@ -186,7 +165,7 @@ class TemperatureMissing(Detector):
 
 
 @DetectorRegistry.register
-class LossBroadcast(LossGraphDetector):
+class LossBroadcast(Rule):
     """Finds a loss that compares every output with every target of the batch."""
 
     name = "loss-broadcast"
@@ -197,6 +176,7 @@ class LossBroadcast(LossGraphDetector):
     )
     source = "torch.nn.functional.mse_loss warns about different sizes; PyTorch's broadcasting semantics"
     applies_to = "losses that compare outputs and targets element by element"
+    needs = (CHECKS,)
     explains = frozenset(
         {
             "loss-not-falling",
@@ -209,7 +189,8 @@ class LossBroadcast(LossGraphDetector):
             "parameters-without-gradient",
         }
     )
-    metric = "loss_is_broadcast"
+    metric = f"{CHECKS}/loss_is_broadcast"
+    severity = "critical"
     why = (
         "The shapes of outputs and targets differ, such as (N, 1) and (N,), and broadcast to N × N pairs: every "
         "output is compared with every target of the batch, so that the model learns their mean."
@@ -292,7 +273,7 @@ class TargetsShiftedWrongly(Detector):
 
 
 @DetectorRegistry.register
-class TargetsAreInputs(LossGraphDetector):
+class TargetsAreInputs(Rule):
     """Finds a model that gets the targets of its loss as inputs."""
 
     name = "targets-are-inputs"
@@ -303,6 +284,7 @@ class TargetsAreInputs(LossGraphDetector):
     )
     source = "Sutskever et al., arXiv 1409.3215: the decoder gets the tokens before the one that it predicts"
     applies_to = "cross-entropies over tokens whose inputs are others, on the CPU"
+    needs = (CHECKS,)
     explains = frozenset(
         {
             "score-contradicts-loss",
@@ -311,7 +293,8 @@ class TargetsAreInputs(LossGraphDetector):
             "validation-better-than-training",
         }
     )
-    metric = "reads_targets"
+    metric = f"{CHECKS}/reads_targets"
+    severity = "critical"
     why = (
         "An embedding of the model looks up the targets of the loss themselves, position by position: the model sees "
         "what it should predict, which it will not see when it generates."
@@ -321,7 +304,7 @@ class TargetsAreInputs(LossGraphDetector):
 
 
 @DetectorRegistry.register
-class LogitsRectified(LossGraphDetector):
+class LogitsRectified(Rule):
     """Finds a ReLU at the end of a classifier."""
 
     name = "relu-before-loss"
@@ -332,6 +315,7 @@ class LogitsRectified(LossGraphDetector):
     )
     source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
     applies_to = "cross-entropies, and binary ones with logits"
+    needs = (CHECKS,)
     explains = frozenset(
         {
             "dead-units",
@@ -342,8 +326,7 @@ class LogitsRectified(LossGraphDetector):
             "parameters-without-gradient",
         }
     )
-    metric = "logits_rectified"
-    severity = "warning"
+    metric = f"{CHECKS}/logits_rectified"
     why = "The model ends with a ReLU: no logit can be negative, and a class whose logit is 0 gets no gradient."
     remedy = "Remove the ReLU after the last layer."
     confidence = 0.9
@@ -468,7 +451,7 @@ class TargetsNotProbabilities(Detector):
 
 
 @DetectorRegistry.register
-class NormalisedOverRows(LossGraphDetector):
+class NormalisedOverRows(Rule):
     """Finds a softmax over the batch, in the model or in the loss."""
 
     name = "softmax-over-batch"
@@ -479,8 +462,10 @@ class NormalisedOverRows(LossGraphDetector):
     )
     source = "torch.nn.functional.log_softmax: dim"
     applies_to = "cross-entropies over a matrix of logits that is not square, and softmax operations of the model"
+    needs = (CHECKS,)
     explains = frozenset({"loss-not-falling", "no-better-than-uniform", "outputs-ignore-inputs", "initial-loss-high"})
-    metric = "normalised_over_rows"
+    metric = f"{CHECKS}/normalised_over_rows"
+    severity = "critical"
     why = (
         "A softmax, of the model or in the loss, runs over the rows of the batch and not over classes or positions, so "
         "that the rows compete with each other, and single rows get other outputs than batches."

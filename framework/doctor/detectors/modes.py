@@ -10,6 +10,7 @@ from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
 from ..levels import CHECKS, median_of
+from ..rules import Rule, alert, fact
 from .parameters import names_text
 
 UNNORMALISED = frozenset(
@@ -189,7 +190,7 @@ class RunningStatisticsUnlike(Detector):
 
 
 @DetectorRegistry.register
-class DropoutTooStrong(Detector):
+class DropoutTooStrong(Rule):
     """Finds dropout that leaves hardly anything of its inputs."""
 
     name = "dropout-too-strong"
@@ -215,25 +216,20 @@ class DropoutTooStrong(Detector):
             "exploding-gradients",
         }
     )
-
-    def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the largest probability of dropout is near 1."""
-        probability = history.facts.get("largest_dropout") or 0.0
-        if not probability > self.limit("probability"):
-            return
-        yield self.finding(
-            "warning",
-            0,
-            f"A dropout layer sets {probability:.0%} of its inputs to zero, so that hardly any signal reaches the next "
-            "layer in training.",
-            "Use nn.Dropout(0.1) to nn.Dropout(0.5): p is the probability of a zero.",
-            Evidence("facts/largest_dropout", probability, self.limit("probability"), "0 to 0.5"),
-            confidence=0.85,
-        )
+    read = staticmethod(fact)
+    metric = "facts/largest_dropout"
+    above = "probability"
+    why = (
+        "A dropout layer sets {value:.0%} of its inputs to zero, so that hardly any signal reaches the next layer in "
+        "training."
+    )
+    remedy = "Use nn.Dropout(0.1) to nn.Dropout(0.5): p is the probability of a zero."
+    usual = "0 to 0.5"
+    confidence = 0.85
 
 
 @DetectorRegistry.register
-class EvaluationInTrainMode(Detector):
+class EvaluationInTrainMode(Rule):
     """Finds evaluations that run the model in train mode."""
 
     name = "evaluation-in-train-mode"
@@ -247,25 +243,18 @@ class EvaluationInTrainMode(Detector):
         "models with dropout or batch normalisation that are evaluated in scope.evaluate, or after the data of an "
         "epoch by a loop that reports numbers to scope.epoch_end"
     )
-
-    def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding from the alert of the loop."""
-        alerts = history.alerts_of("evaluation", "train_mode")
-        if not alerts:
-            return
-        yield self.finding(
-            "warning",
-            int(alerts[0]["step"] or 0),
-            "The model is evaluated in train mode: dropout is active in the evaluation, and batch normalisation uses "
-            "and changes the statistics of its batches.",
-            "Call model.eval() before the evaluation and model.train() afterwards.",
-            Evidence("evaluation/train_mode", 1, 0, "0"),
-            confidence=0.95,
-        )
+    read = staticmethod(alert)
+    metric = "evaluation/train_mode"
+    why = (
+        "The model is evaluated in train mode: dropout is active in the evaluation, and batch normalisation uses and "
+        "changes the statistics of its batches."
+    )
+    remedy = "Call model.eval() before the evaluation and model.train() afterwards."
+    confidence = 0.95
 
 
 @DetectorRegistry.register
-class OptimizerReplaced(Detector):
+class OptimizerReplaced(Rule):
     """Finds steps of an optimizer that is not attached over the parameters of the model."""
 
     name = "optimizer-replaced"
@@ -277,22 +266,14 @@ class OptimizerReplaced(Detector):
     source = "torch.optim.optimizer.register_optimizer_step_post_hook"
     applies_to = "custom loops"
     explains = frozenset({"scaler-skips-steps"})
-
-    def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding from the alert of the loop."""
-        alerts = history.alerts_of("optimizers", "other_optimizer")
-        if not alerts:
-            return
-        step = int(alerts[0]["step"] or 0)
-        yield self.finding(
-            "warning",
-            step,
-            f"Another optimizer steps the parameters of the model since step {step:,}, and hooks do not see its "
-            "updates: later numbers about updates and the optimizer are missing or wrong.",
-            "Close the scope and attach the new optimizer, or give attach(model, [first, second]) both.",
-            Evidence("optimizers/other_optimizer", 1, 0, "0"),
-            confidence=0.95,
-        )
+    read = staticmethod(alert)
+    metric = "optimizers/other_optimizer"
+    why = (
+        "Another optimizer steps the parameters of the model since step {step:,}, and hooks do not see its updates: "
+        "later numbers about updates and the optimizer are missing or wrong."
+    )
+    remedy = "Close the scope and attach the new optimizer, or give attach(model, [first, second]) both."
+    confidence = 0.95
 
 
 @DetectorRegistry.register

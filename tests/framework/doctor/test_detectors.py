@@ -6,7 +6,8 @@ from copy import deepcopy
 
 import numpy as np
 import pytest
-from loopscope.doctor import Detector, DetectorRegistry, Finding, History, all_detectors, diagnose
+from loopscope.doctor import Detector, DetectorRegistry, Finding, History, Threshold, all_detectors, diagnose
+from loopscope.doctor.rules import Rule, median
 from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import HookRegistry, Series
 from loopscope.training_hooks import TrainingChecks
@@ -37,6 +38,20 @@ def test_detector_explains_itself(detector: Detector) -> None:
     assert all(limit.reason for limit in detector.thresholds.values())
     assert set(detector.explains) <= set(IDS) - {detector.name}
     assert set(detector.needs) <= {TrainingChecks.name, *HookRegistry.names()}
+
+
+@pytest.mark.parametrize(("share", "why"), [(0.5, ["50% of the labels are wrong."]), (0.1, []), (math.nan, [])])
+def test_rule_compares_value_with_limit(share: float, why: list[str]) -> None:
+    class WrongLabels(Rule):
+        name, symptom, cause = "wrong-labels", "The loss stays high", "Labels are wrong."
+        thresholds = {"share": Threshold(0.1, "data sets have a few percent")}
+        read = staticmethod(median)
+        metric, above, usual = "mine/wrong_fraction", "share", "0 to 0.05"
+        why, remedy, confidence = "{value:.0%} of the labels are wrong.", "Correct them.", 0.7
+
+    history = History()
+    history.add(3, {"mine/wrong_fraction": Series([1, 2, 3], [share] * 3)})
+    assert [finding.why for finding in WrongLabels().detect(history)] == why
 
 
 @pytest.mark.parametrize("detector", DETECTORS, ids=IDS)
