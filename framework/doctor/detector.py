@@ -5,13 +5,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
-from ..errors import UsageError
+from ..errors import UsageError, listed
 from ..hooks import Severity
 from ..registry import Registry
 from .findings import Evidence, Finding
 from .history import History
+from .stages import Stage
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Detector(ABC):
     """The limits by name, each with the reason for its value."""
     needs: ClassVar[tuple[str, ...]] = ()
     """Names of the hooks whose metrics the detector reads; empty for start-up facts."""
-    explains: ClassVar[frozenset[str]] = frozenset()
-    """Ids of findings that may be consequences of this problem."""
+    stage: ClassVar[Stage] = ""
+    """The causal stage of the problem; findings of later stages may be its consequences (:data:`.Stage`)."""
     waits: ClassVar[bool] = False
     """Whether the finding is about the course of the training, so that later steps may refute it.
 
@@ -66,7 +67,7 @@ class Detector(ABC):
     ) -> Finding:
         """Return a finding of this detector."""
         waits = self.waits or self.yields_to_learning
-        return Finding(self.name, severity, step, why, next_step, evidence, confidence, self.explains, (), waits)
+        return Finding(self.name, severity, step, why, next_step, evidence, confidence, self.stage, (), waits)
 
 
 def check_detector(detector: type[Any]) -> None:
@@ -76,6 +77,9 @@ def check_detector(detector: type[Any]) -> None:
     missing = [name for name in ("name", "symptom", "cause") if not isinstance(getattr(detector, name, None), str)]
     if missing:
         raise UsageError(f"Detector {detector.__name__} has no {missing[0]}; set it to a text in the class.")
+    if detector.stage not in (stages := get_args(Stage)):
+        choices = listed([repr(stage) for stage in stages], len(stages))
+        raise UsageError(f"Detector {detector.__name__} has the stage {detector.stage!r}; choose one of {choices}.")
     if inspect.isabstract(detector):
         raise UsageError(f"Detector {detector.__name__} has no method detect(self, history); define it.")
 

@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import UsageError
 from ..hooks import LARGEST_STEP, SEVERITIES, Severity
 from .change_tests import ChangeTest
+from .stages import EXCEPTIONS, Stage, precedes
 
 SCHEMA = 1
 """Version of the JSON of a diagnosis; it changes when a field is renamed or removed."""
@@ -47,7 +48,7 @@ class Finding:
         next: one command or one line of code.
         evidence: the values behind the finding.
         confidence: the probability that ``why`` is right, between 0 and 1.
-        explains: ids of findings that are consequences of this one, if they start no earlier.
+        stage: the causal stage of the problem; findings of later stages may be consequences, if they start no earlier.
         tests: the changes that were tried in branches of the training, with their effects.
         waits: whether later steps may refute the finding, so that a running training reports it once it has lasted.
     """
@@ -59,7 +60,7 @@ class Finding:
     next: str
     evidence: Sequence[Evidence] = ()
     confidence: float = 0.9
-    explains: frozenset[str] = field(default=frozenset(), compare=False)
+    stage: Stage = field(default="", compare=False)
     tests: Sequence[ChangeTest] = ()
     waits: bool = field(default=False, compare=False)
 
@@ -143,7 +144,7 @@ def _cause_of(finding: Finding, findings: Iterable[Finding]) -> Finding | None:
 
 
 def _explains(cause: Finding, finding: Finding) -> bool:
-    if finding.id not in cause.explains or cause.step > finding.step or cause.severity == "info":
+    if cause.step > finding.step or cause.severity == "info" or cause.id in EXCEPTIONS.get(finding.id, ()):
         return False
-    is_mutual = cause.id in finding.explains and cause.step == finding.step
-    return cause.confidence > finding.confidence if is_mutual else True
+    is_exception = finding.id in EXCEPTIONS.get(cause.id, ())
+    return is_exception or precedes(cause.stage, finding.stage, same_step=cause.step == finding.step)

@@ -19,6 +19,7 @@ class DeadUnits(Detector):
     """Finds layers most of whose units are the same for every row, or get no gradient."""
 
     name = "dead-units"
+    stage = "activations"
     symptom = "A layer gives the same output for all inputs"
     cause = (
         "Most units of a layer are 0 (ReLU) or saturated (sigmoid, tanh) for all rows and get no gradient. Usual "
@@ -34,16 +35,6 @@ class DeadUnits(Detector):
         ),
     }
     needs = ("activations", "training_checks")
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "vanishing-gradients",
-            "parameters-without-gradient",
-        }
-    )
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -94,6 +85,7 @@ class ActivationsGrow(Detector):
     """Finds outputs of blocks that grow without end."""
 
     name = "activations-grow"
+    stage = "activations"
     symptom = "Activations grow until they overflow"
     cause = (
         "The outputs of blocks grow over the training by orders of magnitude. Normalise before each block, lower the "
@@ -102,7 +94,6 @@ class ActivationsGrow(Detector):
     source = "Dehghani et al., arXiv 2302.05442"
     thresholds = {"growth": Threshold(100.0, "over the first value; residual streams grow by a factor of 10")}
     needs = ("activations",)
-    explains = frozenset({"nonfinite"})
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -136,6 +127,7 @@ class MassiveActivations(Rule):
     """Reports single activations that are far larger than all others."""
 
     name = "massive-activations"
+    stage = "activations"
     symptom = "A question about low precision"
     cause = (
         "Single activations are above 1,000 times the median. Normal in large language models; 8-bit formats suffer."
@@ -156,6 +148,7 @@ class RouterCollapse(Detector):
     """Finds experts of a mixture to which the router has sent nothing."""
 
     name = "router-collapse"
+    stage = "activations"
     symptom = "A mixture of experts is no better than one expert"
     cause = (
         "The router sends all rows or tokens to a few experts, so that the others get no gradient and never learn. Add "
@@ -169,7 +162,6 @@ class RouterCollapse(Detector):
         "entropy": Threshold(0.5, "of the entropy of equal loads; trained routers have 0.8 to 1"),
     }
     needs = ("training_checks",)
-    explains = frozenset({"dead-units", "vanishing-gradients"})
     remedy = (
         "Add a load-balancing loss (check its sign) or noise to the logits of the router; the hook moe_router measures "
         "the load of each expert."

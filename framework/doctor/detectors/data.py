@@ -18,6 +18,7 @@ class RowsRepeated(Detector):
     """Finds rows that occur several times within a batch or an epoch."""
 
     name = "rows-repeated"
+    stage = "evaluation"
     symptom = "The training loss is far below the validation loss"
     cause = (
         "The training data contain rows several times: a loader that yields the same rows on every worker, data that "
@@ -26,7 +27,6 @@ class RowsRepeated(Detector):
     source = "Lee et al., arXiv 2107.06499"
     thresholds = {"share": Threshold(0.2, "of the rows; natural data have a few percent")}
     needs = (CHECKS,)
-    explains = frozenset({"train-validation-diverging"})
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -60,6 +60,7 @@ class SameBatch(Detector):
     """Finds a training that gets the same batch at every step."""
 
     name = "same-batch-at-every-step"
+    stage = "set-up"
     symptom = "The training loss falls to 0 at once, and the validation loss rises"
     cause = (
         "Every step gets the same rows in the same order: a random generator that is seeded again in the function that "
@@ -72,7 +73,6 @@ class SameBatch(Detector):
         "share": Threshold(0.9, "equal batches in a row, as a share of all steps"),
     }
     needs = (CHECKS,)
-    explains = frozenset({"rows-repeated", "train-validation-diverging", "no-better-than-uniform", "loss-constant"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if nearly all batches are equal; data that a policy generates may become equal later."""
@@ -97,6 +97,7 @@ class SortedByClass(Detector):
     """Finds batches that contain a single class each, or far fewer classes than random rows would."""
 
     name = "data-sorted-by-class"
+    stage = "set-up"
     symptom = "The loss goes up and down with the order of the data"
     cause = "The data are sorted by class and not shuffled, so every batch pulls towards few classes: set shuffle=True."
     source = "Bengio, arXiv 1206.5533, section 3.1: shuffle"
@@ -108,22 +109,6 @@ class SortedByClass(Detector):
         "classes": Threshold(FEW_CLASSES, "of the classes that a batch of equally frequent ones would have"),
     }
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "dead-units",
-            "loss-spike",
-            "loss-not-falling",
-            "exploding-gradients",
-            "learning-rate-too-high",
-            "loss-rising",
-            "activations-grow",
-            "warm-up-missing",
-            "train-validation-diverging",
-            "gradient-jump",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-        }
-    )
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -184,6 +169,7 @@ class InputsNotNormalised(Detector):
     """Finds inputs whose values are far from mean 0 and deviation 1."""
 
     name = "inputs-not-normalised"
+    stage = "set-up"
     symptom = "The first loss is huge, or training is unstable"
     cause = (
         "The inputs have large values or a large offset, such as pixels from 0 to 255. Subtract the mean and divide by "
@@ -198,23 +184,6 @@ class InputsNotNormalised(Detector):
         "small": Threshold(0.005, "standard deviation below which inputs hardly matter next to biases"),
     }
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "initial-loss-high",
-            "exploding-gradients",
-            "dead-units",
-            "loss-spike",
-            "learning-rate-too-high",
-            "nonfinite",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "warm-up-missing",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "learning-rate-too-low",
-            "clipping-too-strong",
-        }
-    )
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -256,6 +225,7 @@ class InputsDrift(Detector):
     """Finds inputs whose scale leaves the usual range during the training."""
 
     name = "inputs-drift"
+    stage = "set-up"
     symptom = "The loss falls at first, then validation or training gets worse from epoch to epoch"
     cause = (
         "The inputs are normalised again and again: a transform that works in place (sub_, div_, inplace=True) changes "
@@ -271,15 +241,6 @@ class InputsDrift(Detector):
         "small": Threshold(0.005, "see inputs-not-normalised"),
     }
     needs = (CHECKS,)
-    explains = InputsNotNormalised.explains | {
-        "clipping-too-strong",
-        "gradient-jump",
-        "train-validation-diverging",
-        "loss-rising",
-        "activations-grow",
-        "score-contradicts-loss",
-        "massive-activations",
-    }
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -310,6 +271,7 @@ class TargetsExtreme(Detector):
     """Finds targets of a regression that are far outside of all others."""
 
     name = "targets-extreme"
+    stage = "set-up"
     symptom = "The loss of a regression jumps, or is dominated by a few rows"
     cause = (
         "A few targets are far outside of the range of the others, and the squared error follows them: codes for "
@@ -325,23 +287,6 @@ class TargetsExtreme(Detector):
         ),
     }
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "exploding-gradients",
-            "activations-grow",
-            "loss-spike",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "loss-rising",
-            "gradient-jump",
-            "targets-not-normalised",
-            "initial-loss-high",
-            "learning-rate-too-high",
-            "clipping-too-strong",
-            "dead-units",
-            "train-validation-diverging",
-        }
-    )
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -378,6 +323,7 @@ class InputsConstant(Detector):
     """Finds inputs that are the same number everywhere."""
 
     name = "inputs-constant"
+    stage = "set-up"
     symptom = "The loss does not fall, and gradients of the first layer are 0"
     cause = (
         "All inputs are one number: pixels divided as integers, a mask that removes everything, a wrong column, or "
@@ -387,22 +333,6 @@ class InputsConstant(Detector):
     applies_to = "floating-point inputs"
     thresholds = {"fall": Threshold(0.5, "of the first loss; a model that needs no inputs learns more")}
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "dead-units",
-            "gradients-all-zero",
-            "parameters-without-gradient",
-            "vanishing-gradients",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "learning-rate-too-low",
-            "rows-repeated",
-            "layers-stop-learning",
-            "optimizer-without-effect",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if all checked inputs have the deviation 0 and the loss hardly falls."""
@@ -424,6 +354,7 @@ class PaddingInLoss(Rule):
     """Finds padding tokens that count as targets."""
 
     name = "padding-in-loss"
+    stage = "evaluation"
     symptom = "The loss falls fast, but generated text is empty"
     cause = (
         "Padding tokens count in the loss, so that the model mostly learns to predict padding. Set the labels of "
@@ -449,6 +380,7 @@ class ClassIgnored(Detector):
     """Finds a class or a token that the loss leaves out together with the padding."""
 
     name = "class-never-a-target"
+    stage = "evaluation"
     symptom = "One class is never predicted, or generated text does not end"
     cause = (
         "The number that marks padding is also a class or a token that occurs, and the loss ignores it everywhere: "
@@ -462,7 +394,6 @@ class ClassIgnored(Detector):
         "ends": Threshold(0.5, "of the rows; texts that are cut off have no end"),
     }
     needs = (CHECKS,)
-    explains = frozenset({"score-contradicts-loss", "padding-in-loss"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if ignored classes are within rows, or the last tokens of rows are ignored."""
@@ -496,15 +427,13 @@ class TargetsIgnored(Detector):
     """Finds batches in which nearly all targets are ignored."""
 
     name = "targets-ignored"
+    stage = "set-up"
     symptom = "The loss is NaN or constant from the start"
     cause = "Nearly all labels are -100, which cross_entropy ignores: the mask of the labels is inverted or too large."
     source = "torch.nn.CrossEntropyLoss: ignore_index"
     applies_to = "integer targets"
     thresholds = {"share": Threshold(0.98, "masked language models ignore 85 %, long prompts up to 95 %")}
     needs = (CHECKS,)
-    explains = frozenset(
-        {"gradients-all-zero", "nonfinite", "loss-not-falling", "parameters-without-gradient", "data-sorted-by-class"}
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the share of ignored targets is near 1, or if those left are all the same."""

@@ -43,6 +43,7 @@ class WithoutGradient(Detector):
     """Finds trainable parameters that the loss does not reach."""
 
     name = "parameters-without-gradient"
+    stage = "gradients"
     symptom = "Some layers never change"
     cause = (
         "Trainable parameters get no gradient: the loss does not depend on them. Usual causes are detach() or "
@@ -55,17 +56,6 @@ class WithoutGradient(Detector):
         "fall": Threshold(0.05, "of the loss, by which something trains parameters that all seem to have no gradient"),
     }
     needs = ("training_checks",)
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "vanishing-gradients",
-            "loss-rising",
-            "optimizer-without-effect",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding about parameters that have had no gradient in any checked step."""
@@ -123,6 +113,7 @@ class LayersStopLearning(Detector):
     """Finds parameters that were trained at first, and are frozen or without a gradient since."""
 
     name = "layers-stop-learning"
+    stage = "gradients"
     symptom = "The loss falls more slowly from some step on"
     cause = (
         "Parameters that were trained have requires_grad=False, or no gradient any more: a helper, such as an "
@@ -136,7 +127,6 @@ class LayersStopLearning(Detector):
         "lasting": Threshold(50, "steps to the end; two networks that are trained in turn are frozen for less"),
     }
     needs = ("training_checks",)
-    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "outputs-ignore-inputs"})
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -184,6 +174,7 @@ class LeftoverGradients(Detector):
     """Finds gradients that nothing sets to zero between two steps."""
 
     name = "gradients-not-zeroed"
+    stage = "set-up"
     symptom = "The loss falls at first and then oscillates or grows"
     cause = (
         "Gradients of earlier steps are still there when the next backward pass starts, so that every step uses the "
@@ -195,18 +186,6 @@ class LeftoverGradients(Detector):
         "checks": Threshold(3, "checked steps, or all of them in a shorter run"),
     }
     needs = ("training_checks",)
-    explains = frozenset(
-        {
-            "learning-rate-too-high",
-            "exploding-gradients",
-            "loss-spike",
-            "loss-rising",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "gradient-jump",
-            "nonfinite",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most parameters had a gradient before the backward passes of several checked steps."""
@@ -239,6 +218,7 @@ class SecondBackwardPass(Detector):
     """Finds another backward pass of the same step before the one that the loop reports."""
 
     name = "second-backward-pass"
+    stage = "set-up"
     symptom = "The weights move further than the learning rate says"
     cause = (
         "The script calls loss.backward() and then scope.backward(loss), which runs the backward pass itself, so that "
@@ -248,7 +228,6 @@ class SecondBackwardPass(Detector):
     applies_to = "custom loops"
     thresholds = {"share": Threshold(0.5, "half of all parameters; another loss may train a few")}
     needs = (CHECKS,)
-    explains = frozenset({"learning-rate-too-high", "exploding-gradients"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most parameters had a gradient before the first backward pass of the training."""
@@ -289,6 +268,7 @@ class OptimizerNotStepped(Detector):
     """Finds a loop that never steps its optimizer, and one whose accumulation attach does not know."""
 
     name = "optimizer-not-stepped"
+    stage = "set-up"
     symptom = "The loss does not change, or leftover gradients are reported under gradient accumulation"
     cause = (
         "optimizer.step() is missing, or it follows several backward passes, each of which attach counts as a step. "
@@ -298,16 +278,6 @@ class OptimizerNotStepped(Detector):
     applies_to = "custom loops"
     thresholds = {"passes": Threshold(64, "without an update while the training runs; at its end three are enough")}
     needs = (CHECKS, "parameter_norms")
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "gradients-not-zeroed",
-            "exploding-gradients",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if there are several backward passes for each update, or no update at all."""
@@ -347,6 +317,7 @@ class GradientsAllZero(Detector):
     """Finds a training in which no parameter has a gradient, from the start or from some step on."""
 
     name = "gradients-all-zero"
+    stage = "gradients"
     symptom = "The loss stops at a value and stays there exactly, or is 0 from the start"
     cause = (
         "All gradients are exactly 0. At a loss of 0 from the start nothing can be learned: a margin that no row "
@@ -356,17 +327,6 @@ class GradientsAllZero(Detector):
     source = "Hermans et al., arXiv 1703.07737, on the collapse of triplet losses at the margin"
     thresholds = {"steps": Threshold(10, "in a row and up to now; single batches may have no error")}
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "dead-units",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "layers-stop-learning",
-            "vanishing-gradients",
-            "optimizer-without-effect",
-            "parameters-without-gradient",
-        }
-    )
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -407,6 +367,7 @@ class GradientsZeroedTooEarly(Detector):
     """Finds gradients that are set to zero before the optimizer has used them."""
 
     name = "gradients-zeroed-too-early"
+    stage = "set-up"
     symptom = "The loss does not fall, or not as it should with gradient accumulation"
     cause = (
         "optimizer.zero_grad() is called between backward() and step(), so that the update has no gradient, or before "
@@ -419,18 +380,6 @@ class GradientsZeroedTooEarly(Detector):
     }
     needs = ("training_checks",)
     waits = True
-    explains = frozenset(
-        {
-            "optimizer-without-effect",
-            "learning-rate-too-low",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "clipping-too-strong",
-            "weight-decay-too-large",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if several checked steps lost all gradients before their update or between micro-batches."""
@@ -471,6 +420,7 @@ class VanishingGradients(Detector):
     """Finds weights whose gradient is tiny compared with that of the others."""
 
     name = "vanishing-gradients"
+    stage = "gradients"
     symptom = "The first layers hardly learn"
     cause = (
         "The gradient shrinks from layer to layer on its way back. Use ReLU-type activation functions, normalisation, "
@@ -482,7 +432,6 @@ class VanishingGradients(Detector):
         "count": Threshold(2, "a single parameter may have no effect by design"),
     }
     needs = ("parameter_norms",)
-    explains = frozenset({"loss-not-falling", "no-better-than-mean", "no-better-than-uniform", "outputs-ignore-inputs"})
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -525,6 +474,7 @@ class ExplodingGradients(Detector):
     """Finds gradients that grow without bound, or in single steps by orders of magnitude."""
 
     name = "exploding-gradients"
+    stage = "gradients"
     symptom = "The gradient norm jumps by orders of magnitude"
     cause = (
         "Gradients grow from layer to layer or from time step to time step, as in recurrent networks without clipping. "
@@ -540,19 +490,6 @@ class ExplodingGradients(Detector):
         "spike": Threshold(300.0, "steps this far above the median are rare even for heavy-tailed gradients"),
     }
     needs = ("training_checks",)
-    explains = frozenset(
-        {
-            "nonfinite",
-            "loss-spike",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "loss-rising",
-            "learning-rate-too-high",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "dead-units",
-        }
-    )
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -634,6 +571,7 @@ class GradientJump(Detector):
     """Finds a lasting jump of the gradient under an optimizer whose second moments lag behind."""
 
     name = "gradient-jump"
+    stage = "gradients"
     symptom = "The loss rises after a pause, a change of the data, or a resume"
     cause = (
         "The gradient became much larger within a few steps, for example after a change of the data or of the loss. "
@@ -647,7 +585,6 @@ class GradientJump(Detector):
         "lasting": Threshold(20, "steps; spikes of a small loss recover within 10"),
     }
     needs = ("training_checks",)
-    explains = frozenset({"loss-spike", "exploding-gradients"})
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:

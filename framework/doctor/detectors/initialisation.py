@@ -17,6 +17,7 @@ class InitialScale(Detector):
     """Finds linear and convolutional layers whose weights are far too large or too small."""
 
     name = "initial-weights-scale"
+    stage = "set-up"
     symptom = "The first loss is huge, or nothing is learned"
     cause = (
         "The weights have another scale than activations need: a standard deviation of about 1/√fan_in keeps their "
@@ -30,27 +31,6 @@ class InitialScale(Detector):
             0.03, "20 times below the default; GPT-2's 0.02 has 0.16 at 64 inputs, more for wider layers"
         ),
     }
-    explains = frozenset(
-        {
-            "initial-loss-high",
-            "exploding-gradients",
-            "vanishing-gradients",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "dead-units",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "nonfinite",
-            "loss-spike",
-            "learning-rate-too-high",
-            "activations-grow",
-            "gradients-all-zero",
-            "parameters-without-gradient",
-            "warm-up-missing",
-            "learning-rate-too-low",
-            "loss-rising",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the median layer is out of range, and the training suffers."""
@@ -93,6 +73,7 @@ class ConstantWeights(Detector):
     """Finds matrices whose elements are all equal, so that units cannot become different."""
 
     name = "constant-initial-weights"
+    stage = "set-up"
     symptom = "All units of a layer do the same"
     cause = (
         "All elements of weight matrices are equal, so all units of a layer get the same gradient and stay equal. "
@@ -104,20 +85,6 @@ class ConstantWeights(Detector):
         "share": Threshold(0.5, "half of the matrices; a single one may be meant"),
         "zeros": Threshold(0.8, "of the matrices if all are zeros; in LoRA and zero-initialised blocks it is half"),
     }
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "gradients-all-zero",
-            "parameters-without-gradient",
-            "vanishing-gradients",
-            "dead-units",
-            "initial-weights-scale",
-            "learning-rate-too-low",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if many matrices are constant."""
@@ -145,6 +112,7 @@ class UntiedCopies(Detector):
     """Finds an embedding and an output projection that start equal but are separate parameters."""
 
     name = "embeddings-not-tied"
+    stage = "evaluation"
     symptom = "Tied embeddings become different"
     cause = (
         "Embedding and output projection have equal values but are two parameters: a deepcopy, a state dict or a "

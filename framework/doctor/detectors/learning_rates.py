@@ -57,6 +57,7 @@ class LearningRateTooHigh(Detector):
     """Finds steps that overwrite the weights instead of adjusting them."""
 
     name = "learning-rate-too-high"
+    stage = "updates"
     symptom = "The loss rises at once, or becomes NaN"
     cause = (
         "A step changes the weights by a large share of their size, and the loss does not fall. Divide the learning "
@@ -73,26 +74,6 @@ class LearningRateTooHigh(Detector):
         ),
     }
     needs = ("training_checks", "parameter_norms")
-    explains = frozenset(
-        {
-            "nonfinite",
-            "loss-rising",
-            "loss-spike",
-            "exploding-gradients",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "dead-units",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "gradient-jump",
-            "activations-grow",
-            "vanishing-gradients",
-            "gradients-all-zero",
-            "parameters-without-gradient",
-            "train-validation-diverging",
-            "warm-up-missing",
-        }
-    )
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -233,6 +214,7 @@ class LearningRateTooLow(Detector):
     """Finds updates that are too small to train the weights."""
 
     name = "learning-rate-too-low"
+    stage = "updates"
     symptom = "The loss hardly falls"
     cause = (
         "The updates are tiny compared with the weights although there are gradients. Raise the learning rate; under "
@@ -248,15 +230,6 @@ class LearningRateTooLow(Detector):
         "clipped": Threshold(0.1, "of the gradient norm that is left; then clipping is the cause"),
     }
     needs = ("training_checks", "parameter_norms")
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "rounded-updates",
-        }
-    )
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -318,6 +291,7 @@ class WarmUpTooLong(Detector):
     """Finds a warm-up that takes longer than the training."""
 
     name = "warm-up-too-long"
+    stage = "set-up"
     symptom = "The loss hardly falls"
     cause = (
         "The learning rate still rises at the end of the training and is far below the one that was set: the warm-up "
@@ -330,16 +304,6 @@ class WarmUpTooLong(Detector):
         "share": Threshold(0.5, "of the planned steps; without a plan, the end of the run"),
     }
     needs = ("training_metrics",)
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "learning-rate-too-low",
-            "learning-rate-zero",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the newest learning rate is the highest, and far below the one of the optimizer."""
@@ -368,6 +332,7 @@ class LearningRateZero(Detector):
     """Finds a learning rate of zero before the end of the training."""
 
     name = "learning-rate-zero"
+    stage = "set-up"
     symptom = "The loss does not change at all"
     cause = (
         "The learning rate is 0: a scheduler with a wrong length, a warm-up that starts at 0 and never rises because "
@@ -380,16 +345,6 @@ class LearningRateZero(Detector):
         "share_at_end": Threshold(0.25, "of the training; schedules may end at 0 for a while"),
     }
     needs = ("training_metrics",)
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "learning-rate-too-low",
-            "optimizer-without-effect",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for a learning rate that is zero now, or was zero at the start, for several steps."""
@@ -433,6 +388,7 @@ class ScheduleEndsEarly(Detector):
     """Finds a schedule that has used up the learning rate long before the end."""
 
     name = "schedule-ends-early"
+    stage = "set-up"
     symptom = "The loss stops falling early"
     cause = (
         "The learning rate has decayed to almost nothing long before the end of the training: the scheduler is stepped "
@@ -449,15 +405,6 @@ class ScheduleEndsEarly(Detector):
         "nothing": Threshold(1e-4, "of the peak, from which no schedule returns; for trainings in progress"),
     }
     needs = ("training_metrics",)
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "learning-rate-zero",
-            "learning-rate-too-low",
-            "optimizer-without-effect",
-        }
-    )
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -520,6 +467,7 @@ class CosineRises(Detector):
     """Finds a cosine schedule that is stepped beyond its length, so that the learning rate rises again."""
 
     name = "cosine-schedule-rises"
+    stage = "set-up"
     symptom = "The learning rate goes up and down"
     cause = (
         "CosineAnnealingLR is stepped more often than T_max, so that its learning rate rises again: it is stepped per "
@@ -529,7 +477,6 @@ class CosineRises(Detector):
     applies_to = "CosineAnnealingLR, and unknown schedulers whose learning rate falls to 0 and rises gradually"
     thresholds = {"rise": Threshold(0.2, "share of the peak by which the learning rate rises after a minimum")}
     needs = ("training_metrics",)
-    explains = frozenset({"loss-spike", "loss-not-falling", "no-better-than-mean", "schedule-ends-early"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the learning rate of CosineAnnealingLR rises after it has fallen."""
@@ -568,6 +515,7 @@ class LearningRateJump(Detector):
     """Finds a sudden rise of the learning rate that raises the loss."""
 
     name = "learning-rate-jump"
+    stage = "set-up"
     symptom = "The loss spikes in the middle of a training"
     cause = (
         "The learning rate rose, suddenly or without end, and the loss with it. Check the schedule around this step."
@@ -579,21 +527,6 @@ class LearningRateJump(Detector):
         "growth": Threshold(20.0, "highest over first learning rate, if it is highest at the end; warm-ups end early"),
     }
     needs = ("training_metrics", "training_checks")
-    explains = frozenset(
-        {
-            "loss-spike",
-            "exploding-gradients",
-            "gradient-jump",
-            "loss-rising",
-            "nonfinite",
-            "dead-units",
-            "activations-grow",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-        }
-    )
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -660,6 +593,7 @@ class WarmUpMissing(Detector):
     """Finds an early rise of the loss under Adam without a warm-up, which recovers later."""
 
     name = "warm-up-missing"
+    stage = "updates"
     symptom = "The loss rises in the first steps and falls later"
     cause = (
         "Adam's first steps have the full learning rate although its second moments are not reliable yet. Raise the "
@@ -673,7 +607,6 @@ class WarmUpMissing(Detector):
         "fallen": Threshold(0.9, "of the loss, from which on the finding is a remark: the training has recovered"),
     }
     needs = ("training_checks",)
-    explains = frozenset({"loss-spike", "exploding-gradients"})
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from ..levels import (
     update_ratios,
 )
 from ..rules import Rule
+from ..stages import Stage
 from .learning_rates import is_warming_up
 
 
@@ -31,6 +33,7 @@ class DoublyNormalised(Rule):
     """Finds a softmax before a loss that contains one, or a sigmoid likewise."""
 
     name = "softmax-applied-twice"
+    stage = "set-up"
     symptom = "The loss falls slowly and stays high"
     cause = (
         "The model ends with a softmax (or sigmoid), and the loss, such as cross_entropy, applies another one. Return "
@@ -38,15 +41,6 @@ class DoublyNormalised(Rule):
     )
     source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "vanishing-gradients",
-            "learning-rate-too-low",
-        }
-    )
     metric = f"{CHECKS}/doubly_normalised"
     severity = "critical"
     why = (
@@ -62,6 +56,7 @@ class LogSoftmaxMissing(Rule):
     """Finds a likelihood of outputs that are not log-probabilities."""
 
     name = "log-softmax-missing"
+    stage = "set-up"
     symptom = "The loss is negative"
     cause = (
         "nll_loss, ctc_loss and kl_div take log-probabilities, but get the logits or the probabilities of the model. "
@@ -70,18 +65,6 @@ class LogSoftmaxMissing(Rule):
     source = "torch.nn.NLLLoss and CTCLoss: the input is expected to contain log-probabilities"
     applies_to = "nll_loss, ctc_loss and kl_div"
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "loss-unbounded",
-            "learning-rate-too-high",
-            "loss-not-falling",
-            "loss-rising",
-            "exploding-gradients",
-            "activations-grow",
-            "nonfinite",
-            "learning-rate-too-low",
-        }
-    )
     metric = f"{CHECKS}/lacks_log_softmax"
     severity = "critical"
     why = (
@@ -97,6 +80,7 @@ class OneClass(Detector):
     """Finds a cross-entropy over a single class."""
 
     name = "cross-entropy-of-one-class"
+    stage = "set-up"
     symptom = "The loss is exactly 0"
     cause = (
         "cross_entropy gets one output per row, whose probability is always 1, so that the loss is 0 and has no "
@@ -105,9 +89,6 @@ class OneClass(Detector):
     source = "torch.nn.CrossEntropyLoss: an input of shape (N, C) with the logits of C classes"
     applies_to = "cross-entropy"
     needs = (CHECKS,)
-    explains = frozenset(
-        {"gradients-all-zero", "parameters-without-gradient", "dead-units", "loss-not-falling", "vanishing-gradients"}
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the loss has one class."""
@@ -129,6 +110,7 @@ class TemperatureMissing(Detector):
     """Finds a cross-entropy of cosines that no temperature divides."""
 
     name = "temperature-missing"
+    stage = "set-up"
     symptom = "A contrastive loss, or one of cosines, stops falling at a high value"
     cause = (
         "The logits are cosines between −1 and 1, so that the right class gets at most e² times the probability of "
@@ -141,7 +123,6 @@ class TemperatureMissing(Detector):
         "bound": Threshold(0.3, "of ln(C), below which a model can still be certain"),
     }
     needs = (CHECKS,)
-    explains = frozenset({"no-better-than-uniform", "loss-not-falling", "learning-rate-too-low", "vanishing-gradients"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the factor of the cosines leaves a high lower bound of the loss."""
@@ -169,6 +150,7 @@ class LossBroadcast(Rule):
     """Finds a loss that compares every output with every target of the batch."""
 
     name = "loss-broadcast"
+    stage = "set-up"
     symptom = "A regression learns the mean of its targets only"
     cause = (
         "Outputs of shape (N, 1) and targets of shape (N,) broadcast to N × N pairs, so that every output is compared "
@@ -177,18 +159,6 @@ class LossBroadcast(Rule):
     source = "torch.nn.functional.mse_loss warns about different sizes; PyTorch's broadcasting semantics"
     applies_to = "losses that compare outputs and targets element by element"
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "dead-units",
-            "vanishing-gradients",
-            "learning-rate-too-low",
-            "initial-loss-high",
-            "gradients-all-zero",
-            "parameters-without-gradient",
-        }
-    )
     metric = f"{CHECKS}/loss_is_broadcast"
     severity = "critical"
     why = (
@@ -204,6 +174,7 @@ class CausalMaskMissing(Detector):
     """Finds attention without a causal mask in a model that is trained to predict the next token."""
 
     name = "causal-mask-missing"
+    stage = "evaluation"
     symptom = "The loss of a language model falls far too low, but generated text is bad"
     cause = (
         "The targets are the next tokens of the inputs, but attention has no causal mask, so that each position sees "
@@ -212,7 +183,6 @@ class CausalMaskMissing(Detector):
     source = "Vaswani et al., arXiv 1706.03762, section 3.2.3"
     applies_to = "models with attention that predict the next token, not compiled"
     needs = (CHECKS,)
-    explains = frozenset({"train-validation-diverging", "validation-better-than-training", "learning-rate-too-low"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if all attention operations look ahead."""
@@ -235,6 +205,7 @@ class TargetsShiftedWrongly(Detector):
     """Finds a causal model whose targets are its inputs, or the tokens after the next."""
 
     name = "targets-shifted-wrongly"
+    stage = "set-up"
     symptom = "A language model has a good loss, but generates nonsense"
     cause = (
         "The targets are the inputs themselves, so that a model with a causal mask learns to copy, or they are shifted "
@@ -243,7 +214,6 @@ class TargetsShiftedWrongly(Detector):
     source = "causal models of transformers shift labels inside of the model; a custom loss must do it itself"
     applies_to = "models with causal attention and a cross-entropy over tokens, on the CPU"
     needs = (CHECKS,)
-    explains = frozenset({"no-better-than-uniform", "outputs-ignore-inputs", "loss-not-falling"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the shift is 0 or 2 at every checked step, and attention is masked."""
@@ -277,6 +247,7 @@ class TargetsAreInputs(Rule):
     """Finds a model that gets the targets of its loss as inputs."""
 
     name = "targets-are-inputs"
+    stage = "evaluation"
     symptom = "The loss falls to 0, but what the model generates is wrong"
     cause = (
         "An embedding of the model looks up the very targets that it should predict: a decoder gets the target "
@@ -285,14 +256,6 @@ class TargetsAreInputs(Rule):
     source = "Sutskever et al., arXiv 1409.3215: the decoder gets the tokens before the one that it predicts"
     applies_to = "cross-entropies over tokens whose inputs are others, on the CPU"
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "score-contradicts-loss",
-            "train-validation-diverging",
-            "causal-mask-missing",
-            "validation-better-than-training",
-        }
-    )
     metric = f"{CHECKS}/reads_targets"
     severity = "critical"
     why = (
@@ -308,6 +271,7 @@ class LogitsRectified(Rule):
     """Finds a ReLU at the end of a classifier."""
 
     name = "relu-before-loss"
+    stage = "set-up"
     symptom = "A classifier learns slowly, or some classes never"
     cause = (
         "The model ends with a ReLU, so that its logits cannot be negative, and classes whose logit is 0 get no "
@@ -316,16 +280,6 @@ class LogitsRectified(Rule):
     source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
     applies_to = "cross-entropies, and binary ones with logits"
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "dead-units",
-            "gradients-all-zero",
-            "loss-not-falling",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "parameters-without-gradient",
-        }
-    )
     metric = f"{CHECKS}/logits_rectified"
     why = "The model ends with a ReLU: no logit can be negative, and a class whose logit is 0 gets no gradient."
     remedy = "Remove the ReLU after the last layer."
@@ -337,6 +291,7 @@ class TargetsOutOfReach(Detector):
     """Finds a regression whose last activation cannot give its targets."""
 
     name = "targets-out-of-reach"
+    stage = "set-up"
     symptom = "A regression predicts some of its targets badly, with any settings"
     cause = (
         "The model ends with an activation whose range does not contain the targets: ReLU gives nothing below 0, "
@@ -349,20 +304,6 @@ class TargetsOutOfReach(Detector):
         "many": Threshold(0.3, "a critical finding"),
     }
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "dead-units",
-            "vanishing-gradients",
-            "inputs-not-normalised",
-            "targets-not-normalised",
-            "initial-loss-high",
-            "learning-rate-too-low",
-            "parameters-without-gradient",
-            "gradients-all-zero",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if a part of the targets is out of reach in the median over the checks."""
@@ -387,6 +328,7 @@ class TargetsNotProbabilities(Detector):
     """Finds a cross-entropy of numbers that are not probabilities, such as several labels of a row, or masks of 255."""
 
     name = "targets-not-probabilities"
+    stage = "set-up"
     symptom = "The loss of a classifier is negative, or worse than it should be with several labels"
     cause = (
         "cross_entropy takes probabilities that add up to 1, but the targets of a row add up to another number: rows "
@@ -400,23 +342,6 @@ class TargetsNotProbabilities(Detector):
         "beyond": Threshold(0.001, "of the targets outside of 0 to 1; rounding reaches none that count"),
     }
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "initial-loss-high",
-            "loss-not-falling",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "no-better-than-mean",
-            "loss-unbounded",
-            "loss-rising",
-            "dead-units",
-            "exploding-gradients",
-            "activations-grow",
-            "targets-extreme",
-            "learning-rate-too-high",
-            "train-validation-diverging",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the targets of a row do not add up to 1, or if some are outside of 0 to 1."""
@@ -455,6 +380,7 @@ class NormalisedOverRows(Rule):
     """Finds a softmax over the batch, in the model or in the loss."""
 
     name = "softmax-over-batch"
+    stage = "set-up"
     symptom = "The loss falls, but the accuracy stays low"
     cause = (
         "A softmax runs over the rows of the batch, dim=0, so that rows compete, and not classes of the loss or "
@@ -463,7 +389,6 @@ class NormalisedOverRows(Rule):
     source = "torch.nn.functional.log_softmax: dim"
     applies_to = "cross-entropies over a matrix of logits that is not square, and softmax operations of the model"
     needs = (CHECKS,)
-    explains = frozenset({"loss-not-falling", "no-better-than-uniform", "outputs-ignore-inputs", "initial-loss-high"})
     metric = f"{CHECKS}/normalised_over_rows"
     severity = "critical"
     why = (
@@ -479,6 +404,7 @@ class LossSummed(Detector):
     """Finds a loss that is a sum over the batch instead of a mean."""
 
     name = "loss-summed"
+    stage = "set-up"
     symptom = "The loss and its gradients are very large"
     cause = (
         "The loss is the sum over the rows or tokens of the batch, so that gradients, and under SGD the steps, grow "
@@ -489,21 +415,6 @@ class LossSummed(Detector):
         "every optimizer; under Adam, which ignores the scale, it is a remark unless the loss is a cross-entropy"
     )
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "learning-rate-too-high",
-            "exploding-gradients",
-            "initial-loss-high",
-            "loss-spike",
-            "loss-rising",
-            "nonfinite",
-            "clipping-too-strong",
-            "dead-units",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "warm-up-missing",
-        }
-    )
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -530,6 +441,7 @@ class AccumulationNotAveraged(Detector):
     """Finds gradient accumulation whose micro-batches are not averaged, or divided by another number."""
 
     name = "accumulation-not-averaged"
+    stage = "set-up"
     symptom = "Gradients grow with the number of accumulated batches"
     cause = (
         "With gradient accumulation over N micro-batches each loss must be divided by N (or by the tokens of the "
@@ -538,16 +450,6 @@ class AccumulationNotAveraged(Detector):
     source = "gradient accumulation: the gradient of a mean is the mean of gradients"
     applies_to = "training with gradient accumulation"
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "learning-rate-too-high",
-            "exploding-gradients",
-            "loss-spike",
-            "initial-loss-high",
-            "dead-units",
-            "loss-rising",
-        }
-    )
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -583,6 +485,7 @@ class InitialLossHigh(Detector):
     """Finds a first loss far above that of equal probabilities."""
 
     name = "initial-loss-high"
+    stage = "activations"
     symptom = "The first loss is much larger than ln(number of classes)"
     cause = (
         "An untrained classifier should give all classes about the same probability, a loss of ln(C). A far larger "
@@ -604,7 +507,6 @@ class InitialLossHigh(Detector):
         "growth": Threshold(100.0, "largest over smallest block activation; those of sound models differ by 10"),
     }
     needs = (CHECKS,)
-    explains = frozenset({"exploding-gradients", "learning-rate-too-high", "dead-units", "warm-up-missing"})
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -660,6 +562,7 @@ class TargetsNotNormalised(Detector):
     """Finds a regression loss that is huge at the start, because its targets are."""
 
     name = "targets-not-normalised"
+    stage = "set-up"
     symptom = "The loss is huge, or training is unstable"
     cause = (
         "The loss is no cross-entropy and starts at a huge value, so the targets, or the outputs, have large values. "
@@ -669,20 +572,6 @@ class TargetsNotNormalised(Detector):
     applies_to = "losses that are no cross-entropy, at the first step"
     thresholds = {"loss": Threshold(1e4, "a deviation of 100 in targets or outputs")}
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "activations-grow",
-            "exploding-gradients",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "loss-spike",
-            "dead-units",
-            "learning-rate-too-high",
-            "warm-up-missing",
-            "clipping-too-strong",
-            "nonfinite",
-        }
-    )
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -709,6 +598,7 @@ class LossRising(Detector):
     """Finds a loss that rises steadily, or is the negative of a cross-entropy."""
 
     name = "loss-rising"
+    stage = "loss"
     symptom = "The loss rises"
     cause = (
         "The training maximises the loss: its sign is wrong, the optimizer has maximize=True, or a custom update adds "
@@ -720,21 +610,6 @@ class LossRising(Detector):
         "trend": Threshold(0.8, "rank correlation of loss and step"),
     }
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "exploding-gradients",
-            "nonfinite",
-            "loss-spike",
-            "activations-grow",
-            "learning-rate-too-high",
-            "train-validation-diverging",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "dead-units",
-            "gradient-jump",
-            "initial-loss-high",
-        }
-    )
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -749,6 +624,7 @@ class LossRising(Detector):
                 "Remove the minus sign: loss = cross_entropy(logits, targets).",
                 loss.first,
                 0.97,
+                "set-up",
             )
             return
         maximises = any(group.get("maximize") is True for group in history.facts.get("groups", ()))
@@ -766,11 +642,13 @@ class LossRising(Detector):
                 "Set maximize=False." if maximises else "Check the sign of the loss and of custom updates.",
                 last,
                 0.9 if maximises else 0.7,
+                "set-up" if maximises else "loss",
             )
 
-    def _finding(self, step: int, why: str, next_step: str, value: float, confidence: float) -> Finding:
+    def _finding(self, step: int, why: str, next_step: str, value: float, confidence: float, stage: Stage) -> Finding:
         evidence = Evidence(f"{CHECKS}/loss", value, None, "falls")
-        return self.finding("critical", step, why, next_step, evidence, confidence=confidence)
+        finding = self.finding("critical", step, why, next_step, evidence, confidence=confidence)
+        return replace(finding, stage=stage)
 
 
 def rank_correlation(values: "np.typing.NDArray[np.float64]") -> float:
@@ -786,6 +664,7 @@ class NoBetterThanUniform(Detector):
     """Finds a classifier whose loss stays at that of equal probabilities."""
 
     name = "no-better-than-uniform"
+    stage = "loss"
     symptom = "The loss stays at ln(number of classes)"
     cause = (
         "The model predicts equal probabilities, so it has learned nothing from its inputs: labels that do not belong "
@@ -799,7 +678,6 @@ class NoBetterThanUniform(Detector):
         "first_update": Threshold(0.03, "of the weights; the first updates of AdamW change about 1 %"),
     }
     needs = (CHECKS,)
-    explains = frozenset({"loss-not-falling"})
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -850,6 +728,7 @@ class NoBetterThanFrequencies(Detector):
     """Finds a classifier or language model that predicts how frequent its targets are, for every input."""
 
     name = "no-better-than-frequencies"
+    stage = "loss"
     symptom = "The loss falls in the first steps, to the entropy of the targets, and stays there"
     cause = (
         "The model predicts the frequencies of the targets for all inputs, so it has learned nothing from them: "
@@ -865,7 +744,6 @@ class NoBetterThanFrequencies(Detector):
         "checks": Threshold(3, "last checked batches after a quarter of the steps, of which the median counts"),
     }
     needs = (CHECKS,)
-    explains = frozenset({"loss-not-falling", "learning-rate-too-low"})
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -897,6 +775,7 @@ class NoBetterThanMean(Detector):
     """Finds a regression that always predicts the mean of its targets, or is worse than that."""
 
     name = "no-better-than-mean"
+    stage = "loss"
     symptom = "The loss of a regression stays at or far above the variance of the targets"
     cause = (
         "The model predicts the mean of its targets for all inputs, so it has learned nothing from them: targets that "
@@ -912,7 +791,6 @@ class NoBetterThanMean(Detector):
         "checks": Threshold(3, "last checked batches after a quarter of the steps, of which the median counts"),
     }
     needs = (CHECKS,)
-    explains = frozenset({"loss-not-falling", "learning-rate-too-low"})
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -964,6 +842,7 @@ class LossConstant(Detector):
     """Finds a loss that is one number, although weights and batches change."""
 
     name = "loss-constant"
+    stage = "outputs"
     symptom = "The loss is the same number at every step"
     cause = (
         "The value of the loss depends neither on the weights nor on the batch: terms cancel, such as a model and its "
@@ -976,15 +855,6 @@ class LossConstant(Detector):
         "steps": Threshold(50, "steps"),
     }
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "no-better-than-mean",
-            "clipping-too-strong",
-        }
-    )
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -1012,6 +882,7 @@ class LossNotFalling(Detector):
     """Reports a loss that has not fallen, when nothing explains it."""
 
     name = "loss-not-falling"
+    stage = "loss"
     symptom = "The loss does not fall"
     cause = "The loss is where it started. Look at the other findings first; without any, try to overfit one batch."
     source = "Karpathy, A Recipe for Training Neural Networks (2019): overfit one batch"
@@ -1044,6 +915,7 @@ class LossSpike(Detector):
     """Reports spikes of the loss from which it did not recover at once; a remark if it has recovered or falls again."""
 
     name = "loss-spike"
+    stage = "loss"
     symptom = "The loss spikes"
     cause = (
         "The loss jumped within one step. Usual causes are rows of the data that are unlike the others, a learning "
@@ -1092,6 +964,7 @@ class LossUnbounded(Detector):
     """Finds a loss that falls below zero ever faster."""
 
     name = "loss-unbounded"
+    stage = "loss"
     symptom = "The loss becomes negative and falls ever faster"
     cause = (
         "The loss has no lower bound, so that the training only drives it further below zero: a term with the wrong "
@@ -1156,6 +1029,7 @@ class TrainValidationDiverging(Detector):
     """Finds a model that memorises its training data."""
 
     name = "train-validation-diverging"
+    stage = "validation"
     symptom = "The validation loss rises while the training loss falls"
     cause = (
         "The model memorises the training data. Stop at the best validation loss, use more or more varied data, weight "
@@ -1184,7 +1058,6 @@ class TrainValidationDiverging(Detector):
         "small": Threshold(0.02, "of the first training loss; smaller rises cost nothing"),
     }
     needs = ("training_metrics",)
-    explains = frozenset({"dead-units"})
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -1377,6 +1250,7 @@ class ValidationBetter(Detector):
     """Reports a validation loss that is clearly below the training loss without dropout."""
 
     name = "validation-better-than-training"
+    stage = "validation"
     symptom = "The validation loss is below the training loss"
     cause = (
         "Suspicious: without dropout and augmentation the validation loss should not be clearly lower. Rows of the "

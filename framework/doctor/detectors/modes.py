@@ -13,27 +13,13 @@ from ..levels import CHECKS, median_of
 from ..rules import Rule, alert, fact
 from .parameters import names_text
 
-UNNORMALISED = frozenset(
-    {
-        "learning-rate-too-high",
-        "dead-units",
-        "activations-grow",
-        "exploding-gradients",
-        "no-better-than-uniform",
-        "outputs-ignore-inputs",
-        "loss-not-falling",
-        "nonfinite",
-        "warm-up-missing",
-    }
-)
-"""Consequences of activations that no batch normalisation limits."""
-
 
 @DetectorRegistry.register
 class EvalModeInTraining(Detector):
     """Finds a model that is trained in eval mode."""
 
     name = "model-in-eval-mode"
+    stage = "evaluation"
     symptom = "Dropout and batch normalisation have no effect"
     cause = (
         "The model is in eval mode in its training steps: model.train() is missing, before the training or after an "
@@ -42,7 +28,6 @@ class EvalModeInTraining(Detector):
     )
     source = "torch.nn.Module.eval"
     needs = (CHECKS,)
-    explains = frozenset({"batchnorm-frozen"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the model was in eval mode at a checked step, or would be without ``scope.evaluate``."""
@@ -67,7 +52,7 @@ class EvalModeInTraining(Detector):
             confidence=0.9,
         )
         # Without the statistics of the batch, the layers behind a batch normalisation get values of any size.
-        yield replace(finding, explains=self.explains | UNNORMALISED) if history.facts.get("batchnorms") else finding
+        yield replace(finding, stage="set-up") if history.facts.get("batchnorms") else finding
 
     def _hidden(self, history: History) -> Iterable[Finding]:
         """Return a finding if ``scope.evaluate`` has restored train mode for a loop that does not."""
@@ -90,6 +75,7 @@ class BatchNormFrozen(Detector):
     """Finds trained batch normalisations whose statistics do not change."""
 
     name = "batchnorm-frozen"
+    stage = "evaluation"
     symptom = "Training and validation differ with batch normalisation"
     cause = (
         "Batch normalisations with trainable parameters or with their initial statistics are in eval mode, or have a "
@@ -137,6 +123,7 @@ class RunningStatisticsUnlike(Detector):
     """Finds batch normalisations whose running statistics are those of the last batch only."""
 
     name = "batchnorm-momentum"
+    stage = "evaluation"
     symptom = "The loss in eval mode is far worse than in train mode, also on the training data"
     cause = (
         "Running statistics of batch normalisation follow the last batches instead of averaging: momentum is the "
@@ -149,7 +136,6 @@ class RunningStatisticsUnlike(Detector):
         "momentum": Threshold(0.5, "half of the statistics is the last batch; usual are 0.01 to 0.1"),
         "ratio": Threshold(2.0, "loss of the training data in eval mode over that in train mode"),
     }
-    explains = frozenset({"train-validation-diverging", "validation-better-than-training", "score-contradicts-loss"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for a large momentum, or for a training loss that is far higher in eval mode."""
@@ -194,6 +180,7 @@ class DropoutTooStrong(Rule):
     """Finds dropout that leaves hardly anything of its inputs."""
 
     name = "dropout-too-strong"
+    stage = "set-up"
     symptom = "The training loss stays high, and the validation loss is far lower"
     cause = (
         "A dropout layer sets nearly all of its inputs to zero. The argument p of nn.Dropout is the probability of a "
@@ -202,20 +189,6 @@ class DropoutTooStrong(Rule):
     source = "Srivastava et al., Dropout, 2014, section 7.3: best between 0.2 and 0.6; torch.nn.Dropout: p"
     applies_to = "models with dropout"
     thresholds = {"probability": Threshold(0.85, "above every value that is in use")}
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "dead-units",
-            "learning-rate-too-low",
-            "learning-rate-too-high",
-            "loss-spike",
-            "warm-up-missing",
-            "exploding-gradients",
-        }
-    )
     read = staticmethod(fact)
     metric = "facts/largest_dropout"
     above = "probability"
@@ -233,6 +206,7 @@ class EvaluationInTrainMode(Rule):
     """Finds evaluations that run the model in train mode."""
 
     name = "evaluation-in-train-mode"
+    stage = "evaluation"
     symptom = "Validation numbers are noisy or too bad"
     cause = (
         "The model is evaluated in train mode, so that dropout is active and batch normalisation uses the statistics "
@@ -258,6 +232,7 @@ class OptimizerReplaced(Rule):
     """Finds steps of an optimizer that is not attached over the parameters of the model."""
 
     name = "optimizer-replaced"
+    stage = "set-up"
     symptom = "Hooks report nothing after some step, or count all later steps as skipped"
     cause = (
         "The script has created another optimizer for the same parameters, and steps that one: hooks observe only the "
@@ -265,7 +240,6 @@ class OptimizerReplaced(Rule):
     )
     source = "torch.optim.optimizer.register_optimizer_step_post_hook"
     applies_to = "custom loops"
-    explains = frozenset({"scaler-skips-steps"})
     read = staticmethod(alert)
     metric = "optimizers/other_optimizer"
     why = (
@@ -281,6 +255,7 @@ class DropoutInEvaluation(Detector):
     """Finds dropout that is active in eval mode."""
 
     name = "dropout-in-evaluation"
+    stage = "evaluation"
     symptom = "Validation numbers are worse than those in training, and differ from call to call"
     cause = (
         "The model calls functional.dropout, whose argument training is True by default, or "
@@ -290,7 +265,6 @@ class DropoutInEvaluation(Detector):
     )
     source = "torch.nn.functional.dropout: training (default True)"
     applies_to = "models that are evaluated in scope.evaluate, or by experiments, and are not compiled"
-    explains = frozenset({"train-validation-diverging"})
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the alert of the first evaluation."""

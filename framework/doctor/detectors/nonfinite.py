@@ -11,33 +11,13 @@ from ..findings import Evidence, Finding
 from ..history import History
 from ..levels import gradient_norms
 
-CONSEQUENCES = frozenset(
-    {
-        "loss-not-falling",
-        "loss-rising",
-        "loss-spike",
-        "exploding-gradients",
-        "vanishing-gradients",
-        "dead-units",
-        "parameters-without-gradient",
-        "optimizer-without-effect",
-        "train-validation-diverging",
-        "weight-decay-too-large",
-        "gradient-jump",
-        "activations-grow",
-        "no-better-than-uniform",
-        "outputs-ignore-inputs",
-        "rounded-updates",
-    }
-)
-"""Findings that non-finite values cause."""
-
 
 @DetectorRegistry.register
 class NonFinite(Detector):
     """Reports the first NaN or infinite value, with its producer and rows."""
 
     name = "nonfinite"
+    stage = "nonfinite"
     symptom = "The loss is NaN"
     cause = (
         "The hook first_nonfinite names the module, the gradient, the row of the data or the optimizer that made the "
@@ -46,7 +26,6 @@ class NonFinite(Detector):
     )
     source = "IEEE 754: NaN in one element spreads to all weights within one step"
     needs = ("first_nonfinite",)
-    explains = CONSEQUENCES
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the alert of first_nonfinite, or from a non-finite loss or weight."""
@@ -139,6 +118,7 @@ class SkippedSteps(Detector):
     """Finds a loss scaler that skips most steps."""
 
     name = "scaler-skips-steps"
+    stage = "gradients"
     symptom = "The loss does not fall with float16"
     cause = (
         "The loss scaler skips a step when gradients overflow in float16, and lowers its scale. If it skips most "
@@ -151,15 +131,6 @@ class SkippedSteps(Detector):
         "share": Threshold(0.3, "a healthy scaler skips a few steps at the start and one in about 2,000 later")
     }
     needs = ("training_checks",)
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "optimizer-without-effect",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if many steps have no finite gradient."""

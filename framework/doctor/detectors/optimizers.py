@@ -21,6 +21,7 @@ class ClippingTooStrong(Detector):
     """Finds clipping that shrinks nearly every gradient by a large factor."""
 
     name = "clipping-too-strong"
+    stage = "updates"
     symptom = "The loss falls very slowly with clipping"
     cause = (
         "Nearly every gradient is clipped to a small part of its norm, so under SGD the steps are that much smaller. "
@@ -34,15 +35,6 @@ class ClippingTooStrong(Detector):
         "fall": Threshold(0.8, "of the loss; where it falls further, clipping is a remark"),
     }
     needs = ("parameter_norms",)
-    explains = frozenset(
-        {
-            "learning-rate-too-low",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-        }
-    )
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -102,6 +94,7 @@ class EpsilonTooLarge(Detector):
     """Finds an eps of Adam that is larger than the gradients."""
 
     name = "optimizer-eps-too-large"
+    stage = "set-up"
     symptom = "Adam learns as slowly as SGD"
     cause = "Adam's eps exceeds the size of most gradients, so that steps shrink with them. The default is 1e-8."
     source = "Kingma and Ba, arXiv 1412.6980"
@@ -111,15 +104,6 @@ class EpsilonTooLarge(Detector):
         "eps": Threshold(1e-5, "usual are 1e-8 to 1e-6"),
     }
     needs = ("optimizer_health",)
-    explains = frozenset(
-        {
-            "learning-rate-too-low",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for an unusual eps that determines most steps."""
@@ -143,6 +127,7 @@ class MomentumUnusual(Detector):
     """Finds swapped betas, and momentum so close to 1 that the training oscillates."""
 
     name = "momentum-unusual"
+    stage = "set-up"
     symptom = "The loss oscillates or reacts with delay"
     cause = (
         "Adam's betas are swapped, or the momentum is so close to 1 that gradients of many hundred steps ago count. "
@@ -151,21 +136,6 @@ class MomentumUnusual(Detector):
     source = "Kingma and Ba, arXiv 1412.6980; torch.optim.SGD"
     applies_to = "before the first step"
     thresholds = {"momentum": Threshold(0.995, "an average over 200 steps; recipes use up to 0.99")}
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "loss-spike",
-            "loss-rising",
-            "learning-rate-too-high",
-            "warm-up-missing",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "train-validation-diverging",
-            "dead-units",
-            "exploding-gradients",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the options of the parameter groups."""
@@ -194,6 +164,7 @@ class WeightsShrink(Detector):
     """Finds weight decay that shrinks the weights faster than the gradient trains them."""
 
     name = "weight-decay-too-large"
+    stage = "set-up"
     symptom = "All weights go to zero"
     cause = (
         "The weight norm falls to a small part of its initial value and the loss does not fall: weight decay times "
@@ -208,18 +179,6 @@ class WeightsShrink(Detector):
         "added": Threshold(0.1, "of Adam and other optimizers that divide the sum with the gradient by its size"),
     }
     needs = ("parameter_norms",)
-    explains = frozenset(
-        {
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "learning-rate-too-high",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "vanishing-gradients",
-            "dead-units",
-            "loss-rising",
-        }
-    )
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:

@@ -37,6 +37,7 @@ class OutputsIgnoreInputs(Detector):
     """Finds a model whose outputs are the same for all rows."""
 
     name = "outputs-ignore-inputs"
+    stage = "outputs"
     symptom = "The model gives the same output for every row"
     cause = (
         "The outputs do not depend on the inputs: a mask that hides all of them (inverted), a layer whose output is "
@@ -53,16 +54,6 @@ class OutputsIgnoreInputs(Detector):
         "share": Threshold(0.97, "of the loss of the best constant, below which the outputs are useful"),
     }
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "loss-constant",
-            "loss-not-falling",
-            "learning-rate-too-low",
-            "no-better-than-frequencies",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-        }
-    )
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -109,6 +100,7 @@ class ScoreContradictsLoss(Detector):
     """Finds a score that stays low although the loss is that of a model that is right."""
 
     name = "score-contradicts-loss"
+    stage = "validation"
     symptom = "The loss falls to almost nothing, but a score stays low"
     cause = (
         "Loss and score do not judge the same: the loss leaves out or rewards something (an ignored class, a decoder "

@@ -22,21 +22,13 @@ class WithoutOptimizer(Detector):
     """Finds trainable parameters that no optimizer holds."""
 
     name = "parameters-without-optimizer"
+    stage = "set-up"
     symptom = "Some layers never change"
     cause = (
         "Trainable parameters are in no optimizer: it was created before a layer was added, replaced or resized, or "
         "for a part of the model only. Create the optimizer last, from all parameters, or set requires_grad to False."
     )
     source = "start-up facts"
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "optimizer-without-effect",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the optimizers miss trainable parameters."""
@@ -73,21 +65,13 @@ class LayersNotRegistered(Detector):
     """Finds layers in Python lists, tuples or dicts, and tensors that are not parameters."""
 
     name = "layers-not-registered"
+    stage = "set-up"
     symptom = "Some layers never change"
     cause = (
         "Layers in a Python list, tuple or dict, and tensors with requires_grad that are not an nn.Parameter, are not "
         "in model.parameters(): they are not trained, saved or moved. Use nn.ModuleList, nn.ModuleDict or nn.Parameter."
     )
     source = "torch.nn.ModuleList: modules it contains are properly registered"
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "learning-rate-too-low",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if attributes of the model hold unregistered parameters that no optimizer trains."""
@@ -111,6 +95,7 @@ class FrozenInOptimizer(Detector):
     """Finds optimizer entries that do not require a gradient."""
 
     name = "frozen-parameters-in-optimizer"
+    stage = "evaluation"
     symptom = "Some layers never change"
     cause = (
         "The optimizer holds parameters with requires_grad=False. This is usual when a script freezes a base model "
@@ -151,6 +136,7 @@ class FrozenUntrained(Detector):
     """Finds frozen layers whose weights are those of a fresh initialisation."""
 
     name = "frozen-layers-untrained"
+    stage = "set-up"
     symptom = "Fine-tuning is much worse than expected"
     cause = (
         "The frozen layers have the weights of an initialisation and not of a training: the checkpoint was not loaded, "
@@ -160,9 +146,6 @@ class FrozenUntrained(Detector):
     source = "torch.nn.Module.load_state_dict: strict; torch draws initial weights from a uniform distribution"
     applies_to = "frozen layers with weights of at least 64 elements"
     thresholds = {"share": Threshold(0.5, "of the frozen layers; a training leaves no weights uniformly distributed")}
-    explains = frozenset(
-        {"no-better-than-uniform", "outputs-ignore-inputs", "no-better-than-frequencies", "no-better-than-mean"}
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most frozen layers look untrained; a remark if the loss falls by half anyway."""
@@ -185,6 +168,7 @@ class DecayedVectors(Detector):
     """Reports biases and norm gains in a group with weight decay."""
 
     name = "weight-decay-on-vectors"
+    stage = "evaluation"
     symptom = "A question about weight decay"
     cause = (
         "Weight decay also acts on biases and on the gains of normalisation layers, as in AdamW(model.parameters()). "

@@ -19,6 +19,7 @@ class RoundedUpdates(Detector):
     """Finds 16-bit weights whose updates are lost to rounding."""
 
     name = "rounded-updates"
+    stage = "updates"
     symptom = "Weights in bfloat16 stop changing"
     cause = (
         "bfloat16 has 8 bits of precision: an update below 0.2 % of a weight is rounded away. Keep float32 weights and "
@@ -32,16 +33,6 @@ class RoundedUpdates(Detector):
             0.6, "share of weights whose half ulp exceeds the learning rate, for Adam-type optimizers"
         ),
     }
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "learning-rate-too-low",
-            "optimizer-without-effect",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the measured share, or before it is known from the expected one."""
@@ -80,6 +71,7 @@ class Float16WithoutScaler(Detector):
     """Finds float16 gradients without a loss scaler."""
 
     name = "float16-without-scaler"
+    stage = "set-up"
     symptom = "The loss stops falling in float16"
     cause = (
         "Gradients below 6e-8 become 0 in float16, and Adam's eps of 1e-8 as well. Use torch.amp.GradScaler with "
@@ -88,17 +80,6 @@ class Float16WithoutScaler(Detector):
     source = "Micikevicius et al., arXiv 1710.03740, section 3.2"
     applies_to = "float16 weights or autocast to float16"
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "nonfinite",
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "rounded-updates",
-            "optimizer-without-effect",
-        }
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if float16 is used without a scaler."""
@@ -125,6 +106,7 @@ class GradientsNotUnscaled(Detector):
     """Finds updates by gradients that are still multiplied by the loss scale."""
 
     name = "gradients-not-unscaled"
+    stage = "set-up"
     symptom = "The first step with a loss scaler destroys the weights"
     cause = (
         "optimizer.step() is called in place of scaler.step(optimizer), so that the update uses gradients that are "
@@ -133,9 +115,6 @@ class GradientsNotUnscaled(Detector):
     source = "torch.amp documentation: scaler.step unscales the gradients"
     applies_to = "trainings with a loss scaler"
     needs = (CHECKS,)
-    explains = frozenset(
-        {"learning-rate-too-high", "nonfinite", "scaler-skips-steps", "exploding-gradients", "loss-rising"}
-    )
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the gradient before the update is that of the backward pass times the scale."""
@@ -164,6 +143,7 @@ class OptimizerWithoutEffect(Detector):
     """Finds steps of the optimizer that change no weight."""
 
     name = "optimizer-without-effect"
+    stage = "updates"
     symptom = "The loss does not change at all"
     cause = (
         "There are gradients and a learning rate, but optimizer.step() changes nothing: zero_grad() is called between "
@@ -172,15 +152,6 @@ class OptimizerWithoutEffect(Detector):
     source = "torch.optim documentation: the order of backward, step and zero_grad"
     thresholds = {"checks": Threshold(2, "one step may be skipped by a loss scaler")}
     needs = (CHECKS,)
-    explains = frozenset(
-        {
-            "loss-not-falling",
-            "no-better-than-mean",
-            "no-better-than-uniform",
-            "outputs-ignore-inputs",
-            "learning-rate-too-low",
-        }
-    )
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:

@@ -3,11 +3,13 @@
 import math
 import warnings
 from copy import deepcopy
+from typing import get_args
 
 import numpy as np
 import pytest
 from loopscope.doctor import Detector, DetectorRegistry, Finding, History, Threshold, all_detectors, diagnose
 from loopscope.doctor.rules import Rule, median
+from loopscope.doctor.stages import EXCEPTIONS, Stage
 from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import HookRegistry, Series
 from loopscope.training_hooks import TrainingChecks
@@ -31,12 +33,12 @@ def healthy_history(steps: int = 200) -> History:
 
 @pytest.mark.parametrize("detector", DETECTORS, ids=IDS)
 def test_detector_explains_itself(detector: Detector) -> None:
-    """Names, texts, limits and references to other findings and hooks are complete."""
+    """Names, texts, limits, the stage and references to hooks are complete."""
     assert detector.name == detector.name.lower()
     assert " " not in detector.name
     assert all(text.strip() for text in (detector.symptom, detector.cause, detector.applies_to))
     assert all(limit.reason for limit in detector.thresholds.values())
-    assert set(detector.explains) <= set(IDS) - {detector.name}
+    assert detector.stage in get_args(Stage)[1:]
     assert set(detector.needs) <= {TrainingChecks.name, *HookRegistry.names()}
 
 
@@ -52,6 +54,10 @@ def test_rule_compares_value_with_limit(share: float, why: list[str]) -> None:
     history = History()
     history.add(3, {"mine/wrong_fraction": Series([1, 2, 3], [share] * 3)})
     assert [finding.why for finding in WrongLabels().detect(history)] == why
+
+
+def test_exceptions_of_stages_name_detectors() -> None:
+    assert EXCEPTIONS.keys() | set().union(*EXCEPTIONS.values()) <= set(IDS)
 
 
 @pytest.mark.parametrize("detector", DETECTORS, ids=IDS)
@@ -118,6 +124,14 @@ def test_incomplete_detector_is_refused() -> None:
 
     with pytest.raises(UsageError, match="Nameless has no name"):
         DetectorRegistry.register(Nameless)
+
+
+def test_unknown_stage_is_refused() -> None:
+    class Staged(Broken):
+        stage = "gradient"  # type: ignore[assignment]
+
+    with pytest.raises(UsageError, match="Staged has the stage 'gradient'; choose one of '', 'set-up', "):
+        DetectorRegistry.register(Staged)
 
 
 @pytest.mark.parametrize(("gain", "severity"), [(0.1, "info"), (0.01, "warning"), (-0.1, "warning")])

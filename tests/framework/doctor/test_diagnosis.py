@@ -35,20 +35,34 @@ from loopscope.runs import read_history
 from torch import nn
 
 
-def finding(name: str, severity: str, step: int = 1, confidence: float = 0.9, explains: str = "") -> Finding:
-    return Finding(name, severity, step, "why", "next", (), confidence, frozenset(explains.split()))  # type: ignore[arg-type]
+def finding(name: str, severity: str, step: int = 1, confidence: float = 0.9, stage: str = "") -> Finding:
+    return Finding(name, severity, step, "why", "next", (), confidence, stage)  # type: ignore[arg-type]
 
 
 def test_causes_precede_their_consequences() -> None:
     """A cause of severity warning precedes a critical consequence; remarks come last, and explain nothing."""
-    cause, effect = finding("cause", "warning", explains="effect"), finding("effect", "critical", step=5)
-    remark, other = finding("remark", "info", explains="other"), finding("other", "warning", confidence=0.5)
+    cause, effect = finding("cause", "warning", stage="set-up"), finding("effect", "critical", step=5, stage="loss")
+    remark, other = finding("remark", "info", stage="set-up"), finding("other", "warning", confidence=0.5, stage="")
     assert [item.id for item in ranked([remark, effect, other, cause])] == ["cause", "other", "effect", "remark"]
 
 
 def test_later_finding_explains_no_earlier_one() -> None:
-    late, early = finding("late", "warning", step=9, explains="early"), finding("early", "critical", step=2)
+    late, early = finding("late", "warning", step=9, stage="set-up"), finding("early", "critical", step=2, stage="loss")
     assert [item.id for item in ranked([late, early])] == ["early", "late"]
+
+
+@pytest.mark.parametrize(("step", "order"), [(1, ["gradients", "updates"]), (2, ["updates", "gradients"])])
+def test_updates_spoil_gradients_of_later_steps(step: int, order: list[str]) -> None:
+    """Within a step the gradients come first."""
+    update = finding("updates", "critical", stage="updates")
+    assert [item.id for item in ranked([update, finding("gradients", "warning", step, stage="gradients")])] == order
+
+
+def test_exception_reverses_the_order_of_stages() -> None:
+    """The step of vanishing gradients is that of their first check."""
+    rate = finding("learning-rate-too-high", "warning", stage="updates")
+    gradients = finding("vanishing-gradients", "critical", stage="gradients")
+    assert [item.id for item in ranked([gradients, rate])] == [rate.id, gradients.id]
 
 
 def test_notebook_shows_a_diagnosis_as_text() -> None:
