@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..doctor import Diagnosis, Severity, diagnose, diagnosis_lines
 from ..errors import counted, listed, require
-from ..explaining import try_changes
+from ..laboratory.questions import try_changes
 from ..report import inspect_run
 from ..runs import ATTACHED, RunRecord, read_history, run_folders
 from .output import Kept, Output, ReportedError, add_output_options

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..console import Mode, watch
 from ..errors import listed, require
-from ..explaining import explain, explanation_lines, row_table, rows_by_step
+from ..laboratory.questions import explain, explanation_lines, row_table, rows_by_step
 from ..report import inspect_run
 from ..runs import TRAINED, ExperimentRunner, Session, Stretch, read_alerts, read_outcome, run_folders, warn_of_changes
 from ..training import is_main_process

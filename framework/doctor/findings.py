@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..hooks import LARGEST_STEP, SEVERITIES, Severity
-from .change_tests import ChangeTest
+from ..laboratory import ChangeTest
 from .stages import EXCEPTIONS, Stage, precedes
 
 SCHEMA = 1

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..data import rows
-from ..doctor import HOOK, Diagnosis, TrialPlan, diagnosis_with_tests, trial_plans
+from ..doctor import Diagnosis
 from ..errors import LoopscopeError, require
 from ..hooks import HookRegistry, InterventionHook
+from ..laboratory.questions import HOOK, TrialPlan, diagnosis_with_tests, trial_plans
 from .attached_loop import AttachedLoop
 
 FEWEST_ROWS = 8

@@ -26,7 +26,7 @@ CHECKPOINTS = "checkpoints"
 REWINDS = "rewinds"
 """The folder of rewinds: steps that were trained again."""
 EXPLANATION = "explanation.json"
-"""The file of a rewind in which :mod:`loopscope.explaining` explains a step."""
+"""The file of a rewind in which :mod:`loopscope.laboratory.questions` explains a step."""
 
 OVERWRITING = "choose another --output-dir, or replace it with --overwrite"
 

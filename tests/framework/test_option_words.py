@@ -24,7 +24,7 @@ WORD = re.compile(r"(?<![\w-])--[a-z]")
 ALLOWED = {
     "framework/console/tables.py": ["--metrics", "--hook-config"],  # a shell command, and a page of the command
     "framework/doctor/detectors/losses.py": ["--spike"],  # a shell command
-    "framework/explaining/run_trials.py": ["--save-checkpoints"],  # for users of the command
+    "framework/laboratory/questions/run_trials.py": ["--save-checkpoints"],  # for users of the command
     "framework/option_words.py": ["--hook-config"],
     "framework/report/page.py": ["--profile-hooks"],  # a heading in the page of the command
     "framework/runs/replay.py": ["--no-"],  # for users of the command

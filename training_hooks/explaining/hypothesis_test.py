@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from loopscope import DebugInterventionHook, HookPoint, HookRegistry, RunDataContext, StepSchedule
 from loopscope.data import Batch, part_of, rows
-from loopscope.doctor import HYPOTHESES, LARGEST_RISE, Hypothesis
 from loopscope.errors import LoopscopeError, UnsuitableError, require, unknown
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
+from loopscope.laboratory import HYPOTHESES, LARGEST_RISE, Hypothesis
 from loopscope.tensors import copied, norm, overwrite, trainable
 from loopscope.training import eagerly
 from torch import Tensor

@@ -12,12 +12,12 @@ import loopscope.training_hooks  # noqa: F401  (fills the registries)
 import pytest
 from loopscope.cli import main
 from loopscope.durable_files import write_json
-from loopscope.explaining import Explanation, explanation_lines
 from loopscope.hooks import ALERTS
+from loopscope.laboratory.questions import Explanation, explanation_lines
 from loopscope.report import find_runs, run_reader
 from loopscope.runs import EXPLANATION, REWINDS, SUMMARY, Stretch
 
-from tests.framework.explaining.planted import explanation_of, session
+from tests.framework.laboratory.planted import explanation_of, session
 from tests.framework.report.pages import ReadPage, reported
 from tests.framework.report.plotted import curve_record
 

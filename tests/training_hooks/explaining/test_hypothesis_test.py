@@ -3,9 +3,9 @@
 import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order
-from loopscope.doctor import effect_of
 from loopscope.engine import HookManager
 from loopscope.errors import UsageError
+from loopscope.laboratory import effect_of
 from loopscope.loops import step_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask

@@ -17,7 +17,7 @@ from loopscope.training_hooks.explaining import WhatIf
 from loopscope.training_hooks.explaining.rows import exclude_shared_rows, outliers, repeated
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.framework.explaining.planted import (
+from tests.framework.laboratory.planted import (
     COPIES,
     FLIPPED,
     HIDDEN,

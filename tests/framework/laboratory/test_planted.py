@@ -9,10 +9,10 @@ from contextlib import redirect_stdout
 import pytest
 from loopscope import sinks, training_hooks
 from loopscope.cli import main
-from loopscope.explaining import Explanation, explain, explanation
-from loopscope.explaining.departures import Departure
+from loopscope.laboratory.questions import Explanation, explain, explanation
+from loopscope.laboratory.questions.departures import Departure
 
-from tests.framework.explaining.planted import (
+from tests.framework.laboratory.planted import (
     CAUSES,
     COPIES,
     FLIPPED,

@@ -4,8 +4,8 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from ..console import in_columns, number_text, printable
-from ..report import BRANCHES, removed_text
+from ...console import in_columns, number_text, printable
+from ...report import BRANCHES, removed_text
 from .explanation import Branch, Explanation
 from .rows import ExplainedRow
 

@@ -8,7 +8,7 @@ import pytest
 from loopscope import sinks, training_hooks
 from loopscope.doctor import Diagnosis, Finding, History
 from loopscope.errors import UsageError
-from loopscope.explaining import try_changes
+from loopscope.laboratory.questions import try_changes
 from loopscope.runs import Stretch
 
 from .planted import session

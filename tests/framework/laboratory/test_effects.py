@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from loopscope.doctor import ChangeTest, Diagnosis, Finding, History, diagnosis_with_tests, effect_of, trial_plans
-from loopscope.doctor.change_tests import change_tests
-from loopscope.doctor.effects import null_effects
-from loopscope.doctor.hypotheses import HYPOTHESES, hypotheses_of
-from loopscope.doctor.trial_plan import with_tests
+from loopscope.doctor import Diagnosis, Finding, History
+from loopscope.laboratory import ChangeTest, effect_of
+from loopscope.laboratory.change_tests import change_tests
+from loopscope.laboratory.effects import null_effects
+from loopscope.laboratory.hypotheses import HYPOTHESES, hypotheses_of
+from loopscope.laboratory.questions import diagnosis_with_tests, trial_plans
+from loopscope.laboratory.questions.trial_plan import with_tests
 from loopscope.student_t import critical_t
 
 Luck = Callable[[np.random.Generator, int], np.ndarray]

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..durable_files import plain_json, write_json
-from ..errors import UsageError
-from ..report import inspect_run
-from ..runs import EXPLANATION, REWINDS, DivergedError, Stretch
+from ...durable_files import plain_json, write_json
+from ...errors import UsageError
+from ...report import inspect_run
+from ...runs import EXPLANATION, REWINDS, DivergedError, Stretch
+from ..verdict import Harm, Verdict, harms, is_damaged_before, median_outcome, precision_verdict, verdict
 from .departures import HISTORY, MOST_TESTED_STEPS, WINDOW, Departure, History, departures, read_history
 from .rows import Describe, ExplainedRow, measured_rows
-from .verdict import Harm, Verdict, harms, is_damaged_before, median_outcome, precision_verdict, verdict
 
 HISTORY_HOOK, BRANCHES_HOOK = "step_history", "what_if"
 WATCHED = {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopscope.explaining.departures import (
+from loopscope.laboratory.questions.departures import (
     HISTORY,
     MOST_TESTED_STEPS,
     SMALLEST_SPREAD,
@@ -16,7 +16,7 @@ from loopscope.explaining.departures import (
     departures,
     scores,
 )
-from loopscope.explaining.trend import without_trend
+from loopscope.laboratory.trend import without_trend
 
 LENGTH = HISTORY + WINDOW + MOST_TESTED_STEPS
 

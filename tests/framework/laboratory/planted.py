@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from loopscope.data import Batch, Loader, TensorLoader, random_order
-from loopscope.explaining import Explanation, explain
+from loopscope.laboratory.questions import Explanation, explain
 from loopscope.runs import ExperimentConfig, ExperimentRunner, RunOptions, Session, Stretch
 from loopscope.sinks import JSONLSink
 from torch import Tensor, nn

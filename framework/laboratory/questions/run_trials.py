@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import checkpoints_by_moment
-from ..doctor import HOOK, Diagnosis, History, TrialPlan, diagnosis_with_tests, trial_plans
-from ..errors import LoopscopeError
-from ..hooks import HookRegistry
-from ..report import inspect_run
-from ..runs import DivergedError, RunFolder, Stretch
+from ...checkpoints import checkpoints_by_moment
+from ...doctor import Diagnosis, History
+from ...errors import LoopscopeError
+from ...hooks import HookRegistry
+from ...report import inspect_run
+from ...runs import DivergedError, RunFolder, Stretch
+from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests, trial_plans
 
 TrainAgain = Callable[[Stretch, str, Mapping[str, Any]], Path]
 """Trains a stretch of the run again with one hook and its options, and returns the folder of its measurements."""

@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import listed
-from .change_tests import ChangeTest, change_tests
-from .diagnosis_text import Diagnosis
-from .effects import effect_of
-from .findings import Finding, ranked
-from .history import History
-from .hypotheses import EVENTS, LEAD, SYMPTOMS, UNTESTABLE, Hypothesis, hypotheses_of
+from ...doctor import Diagnosis, Finding, History, ranked
+from ...errors import listed
+from ..change_tests import ChangeTest, change_tests
+from ..effects import effect_of
+from ..hypotheses import EVENTS, LEAD, SYMPTOMS, UNTESTABLE, Hypothesis, hypotheses_of
 
 ODDS_FACTOR = 4.0
 """Factor by which a confirming test multiplies the odds of a finding's confidence, and a refuting one divides them."""

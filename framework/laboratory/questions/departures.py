@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ..report import FoundRun, departure_text
-from .trend import without_trend
+from ...report import FoundRun, departure_text
+from ..trend import without_trend
 
 WINDOW = 32
 SMALLEST_WINDOW = 16

@@ -1,0 +1,20 @@
+"""The two questions to the laboratory: what caused a spike, and which change removes the problem of a finding."""
+
+from .explanation import Explanation, explain
+from .explanation_text import explanation_lines, row_table
+from .rows import rows_by_step
+from .run_trials import try_changes
+from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests, trial_plans
+
+__all__ = [
+    "HOOK",
+    "Explanation",
+    "TrialPlan",
+    "diagnosis_with_tests",
+    "explain",
+    "explanation_lines",
+    "row_table",
+    "rows_by_step",
+    "trial_plans",
+    "try_changes",
+]
