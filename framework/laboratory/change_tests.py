@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .changes import Change
 from .effects import Effect, Measure
-from .hypotheses import Hypothesis
 
 VERDICTS = {True: "confirmed", False: "refuted", None: "inconclusive"}
 
@@ -61,15 +61,15 @@ def _percent(value: float) -> str:
 
 
 def change_tests(
-    hypotheses: Iterable[Hypothesis], effects: Mapping[str, Effect], branches: int, *, of_event: bool = False
+    changes: Iterable[Change], effects: Mapping[str, Effect], branches: int, *, of_event: bool = False
 ) -> Sequence[ChangeTest]:
-    """Return the tests of a finding from the effects of the changes, by the name of the hypothesis.
+    """Return the tests of a finding from the effects of the changes, by name.
 
     If a specific change removes the problem, smaller steps do not count as its cause, since they lessen any harm. If
     the finding is about an event and the unchanged branches do not rise more than ordinary batches do by chance, they
     do not repeat it, and nothing is decided.
     """
-    pairs = [(item, effects[item.name]) for item in hypotheses if item.name in effects]
+    pairs = [(item, effects[item.name]) for item in changes if item.name in effects]
     verdicts = {item.name: effect.is_decisive(item.trivial_share, item.fall_factor) for item, effect in pairs}
     # A learning rate that is too high by far is still too high after the change.
     open_names = [item.name for item, effect in pairs if item.is_unspecific and effect.is_lost]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from .changes import CHANGES
 from .trend import Numbers, without_trend
 
 LEVEL = 0.05
@@ -22,13 +23,8 @@ RECENT = 32
 """Number of earlier steps that a step is compared with, without their linear trend."""
 HARMFUL_RATIO = 1.5
 """The watched quantity must be this many times its largest earlier value, and its largest value on fresh batches."""
-UPDATE_BRANCHES = {
-    "usual_rate": ("step size", "at the usual learning rate"),
-    "half_rate": ("step size", "at half the learning rate"),
-    "clipped": ("step size", "with gradients clipped at their usual norm"),
-    "fresh_state": ("optimizer state", "with a reset optimizer"),
-}
-"""Branches on the same batch with another update, each with its cause and its description."""
+UPDATES = ("usual_rate", "half_rate", "clipped", "fresh_state")
+"""Branches on the same batch with another update; the first counts of those that remove as much."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +210,7 @@ def _precision(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]
         return None
     layer = "layer_in_float32"
     where = f", and {harm.value_text(layer)} with that layer alone" if layer in harm.branches else ""
-    sentence = f"Precision: {harm.statement}, {harm.value_text(name)} with everything in {name}{where}."
+    sentence = f"Precision: {harm.statement}, {harm.value_text(name)} {CHANGES[name].condition}{where}."
     return Verdict("precision", sentence)
 
 
@@ -240,7 +236,7 @@ def _written(branch_values: Mapping[str, Any], harm: Harm) -> Verdict | None:
 
 def _data(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     # One fresh batch may be as bad, since a bad row returns in the next epoch.
-    best_update = max(map(harm.extra_removed_share, UPDATE_BRANCHES))
+    best_update = max(map(harm.extra_removed_share, UPDATES))
     if harm.by_chance > LEVEL or harm.extra_removed_share("fresh") < max(DECISIVE_SHARE, best_update - DATA_MARGIN):
         return None
     names = ""
@@ -254,15 +250,15 @@ def _data(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> 
 
 
 def _update(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
-    best = max(UPDATE_BRANCHES, key=harm.extra_removed_share)
+    best = max(UPDATES, key=harm.extra_removed_share)
     # The branch at the usual learning rate exists only if the learning rate is unusual at this step.
     if harm.extra_removed_share("usual_rate") >= DECISIVE_SHARE:
         best = "usual_rate"
     if harm.extra_removed_share(best) < DECISIVE_SHARE:
         return None
-    cause, words = UPDATE_BRANCHES[best]
+    cause = CHANGES[best].cause
     return Verdict(
         cause,
         f"{cause.capitalize()}: {harm.statement}, as on fresh batches ({harm.value_text('fresh')}), and "
-        f"{harm.value_text(best)} {words}.",
+        f"{harm.value_text(best)} {CHANGES[best].condition}.",
     )

@@ -3,7 +3,7 @@
 from .comparison import compare_runs, differing_parts
 from .curves import read_curves
 from .diagnosis_section import diagnosis_words
-from .explanations import BRANCHES, departure_text, removed_text
+from .explanations import departure_text, removed_text
 from .run_index import FoundRun, find_runs, inspect_run, read_run
 from .page import MARK, page_of
 from .panels import elided, Look, Picture, hook_panels, hook_picture, matcher, metric_picture, run_labels
@@ -12,7 +12,6 @@ from .relevance import LOSSES, ordered
 from .run_reader import ShownRun, read_shown
 
 __all__ = [
-    "BRANCHES",
     "LOSSES",
     "MARK",
     "FoundRun",

@@ -7,26 +7,12 @@ from typing import Any, TypedDict, cast, get_type_hints
 
 from ..durable_files import read_json
 from ..errors import UsageError
+from ..laboratory import BRANCH_TITLES
 from ..runs import checked_fields
 from .tables import cells, table, text
 
 MOST_LINES, LONGEST_SENTENCE = 20, 2000
 BRANCH, ROW = ("", "times", "loss", "next losses", "later", "removed"), ("row", "loss", "gradient norm", "what it is")
-BRANCHES = {  # descriptions of the branches
-    "run": "the run's own step",
-    "as_it_was": "the same step again",
-    "fresh": "on fresh batches",
-    "without_rows": "without the outlier rows",
-    "clipped": "gradients clipped at their usual norm",
-    "half_rate": "half the learning rate",
-    "usual_rate": "the usual learning rate",
-    "zero_rate": "a learning rate of 0",
-    "fresh_state": "a fresh optimizer state",
-    "float32": "everything in float32",
-    "float64": "everything in float64",
-    "layer_in_float32": "that layer in float32",
-    "element_restored": "the changed element restored",
-}
 
 
 class Where(TypedDict):
@@ -123,7 +109,7 @@ def _html_of(explained: Explained) -> str:
 def _branches(explained: Explained) -> Iterator[list[object]]:
     for branch in explained["branches"]:
         numbers = cells(branch, ("times", "loss", "effect", "later"))
-        yield [BRANCHES.get(branch["name"], branch["name"]), *numbers, removed_text(branch.get("removed"))]
+        yield [BRANCH_TITLES.get(branch["name"], branch["name"]), *numbers, removed_text(branch.get("removed"))]
 
 
 def _rows(explained: Explained) -> list[list[object]]:

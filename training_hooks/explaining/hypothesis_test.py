@@ -1,27 +1,24 @@
 """Branches of a training with one change each, and the rises of their losses, for tests of the doctor's hypotheses."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import median
-from typing import Any
 
 import torch
 from loopscope import DebugInterventionHook, HookPoint, HookRegistry, RunDataContext, StepSchedule
 from loopscope.data import Batch, part_of, rows
 from loopscope.errors import LoopscopeError, UnsuitableError, require, unknown
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.laboratory import HYPOTHESES, LARGEST_RISE, Hypothesis
+from loopscope.laboratory import CHANGES, LARGEST_RISE, UNCHANGED, Change
 from loopscope.tensors import copied, norm, overwrite, trainable
 from loopscope.training import eagerly
 from torch import Tensor
 
 from ..curvature import coming_batches, parts_in
-from .rows import exclude_shared_rows, outliers, repeated
-from .what_if import reset_optimizer
-from .wider_precision import Widened
+from .changed_steps import ChangedSteps
+from .rows import exclude_shared_rows, measure_rows, outliers, repeated
 
 FIXED_BATCHES = 4
 """Number of batches whose loss is measured at the end of every branch."""
@@ -30,7 +27,6 @@ MOST_MEASURED_ROWS = 128
 FEWEST_BRANCHES = 4
 FEWEST_ROWS = 8
 """Rows of a batch from which random halves can stand for other batches."""
-UNCHANGED = "unchanged"
 
 
 @HookRegistry.register
@@ -93,11 +89,11 @@ class HypothesisTest(DebugInterventionHook):
     usual_norm: float = 0.0
 
     def __post_init__(self) -> None:
-        known = {item.name: item for item in HYPOTHESES}
+        known = {name: change for name, change in CHANGES.items() if change.findings}
         names = [name.strip() for name in self.changes.split(",") if name.strip()]
         if wrong := [name for name in names if name not in known]:
             raise unknown("change", wrong[0], known)
-        self._hypotheses = [known[name] for name in names]
+        self._changes = [known[name] for name in names]
         require(
             self.branches >= FEWEST_BRANCHES,
             f"hypothesis_test.branches is {self.branches}; an error needs at least {FEWEST_BRANCHES}.",
@@ -108,7 +104,7 @@ class HypothesisTest(DebugInterventionHook):
             0 <= self.event < self.steps,
             f"hypothesis_test.event is {self.event}; it must be at least 0, and below steps ({self.steps}).",
         )
-        needs_event = any(item.replaces_rows for item in self._hypotheses)
+        needs_event = any(item.replaces_rows for item in self._changes)
         require(self.event > 0 or not needs_event, "The change without_rows needs hypothesis_test.event.")
         require(self.usual_norm >= 0, f"hypothesis_test.usual_norm is {self.usual_norm}; it must be at least 0.")
         self.step_schedule = StepSchedule(mode="burst", every_n_steps=2**62, burst_length=1, warmup=self.step - 1)
@@ -124,17 +120,17 @@ class HypothesisTest(DebugInterventionHook):
             batches = planned_batches(run_ctx, model_ctx, self.branches, self.steps, self.event)
             trials = Trials(model_ctx, batches, self.event - 1, self.usual_norm)
             has_rates = not any(math.isnan(group.lr) for group in run_ctx.optimizer_groups)
-            possible = [item for item in self._hypotheses if has_rates or item.rate_factor == 1]
+            possible = [item for item in self._changes if has_rates or item.rate_factor == 1]
             return self._measure(trials, possible)
 
-    def _measure(self, trials: "Trials", hypotheses: Sequence[Hypothesis]) -> Metrics:
+    def _measure(self, trials: "Trials", changes: Sequence[Change]) -> Metrics:
         if not math.isfinite(trials.level):
             return {"level": trials.level, "scale": trials.scale, "rise": {}, "rows": [], "ordinary": []}
-        rises = {UNCHANGED: trials.rises(None)}
-        for hypothesis in hypotheses:
-            is_idle = hypothesis.widens and not trials.has_low_precision
+        rises = {UNCHANGED.name: trials.rises(UNCHANGED)}
+        for change in changes:
+            is_idle = change.precision is not None and not trials.has_low_precision
             # Without numbers of 16 bits, float32 changes nothing.
-            rises[hypothesis.name] = rises[UNCHANGED] if is_idle else trials.rises(hypothesis)
+            rises[change.name] = rises[UNCHANGED.name] if is_idle else trials.rises(change)
         ordinary = trials.ordinary_rises()
         values = {"level": trials.level, "scale": trials.scale, "rows": trials.left_out_rows}
         return {**values, "rise": rises, "ordinary": ordinary}
@@ -177,10 +173,7 @@ def planned_batches(
         return TrialBatches(orders, fixed, [], [])
     spare = [*islice(coming, branches)]
     count = branches * steps
-    candidates = [*islice(coming, 2 * count)]
-    others = exclude_shared_rows(own[shared - 1], candidates)
-    if len(others) < count:  # a small data set, in which batches share rows
-        others = candidates
+    others = exclude_shared_rows(own[shared - 1], [*islice(coming, 2 * count)], fewest=count)
     return TrialBatches(
         orders, fixed, spare, [others[place * steps : (place + 1) * steps] for place in range(branches)]
     )
@@ -214,7 +207,7 @@ class Trials:
         self.left_out_rows: list[int] = []
         self._replacement: list[Batch] = []
         # Losses at the same state, with the batches and the random numbers of each order: shape (orders, steps + 1).
-        self._references = self._losses_of_all(None, frozen=True)
+        self._references = self._losses_of_all(UNCHANGED, frozen=True)
         usual = [loss for losses in self._references for index, loss in enumerate(losses) if index != event]
         self.level = sum(usual) / len(usual)
         self.scale = sum(map(abs, usual)) / len(usual) or 1.0
@@ -222,23 +215,22 @@ class Trials:
     @property
     def has_low_precision(self) -> bool:
         """Whether a forward pass computes in float16 or bfloat16."""
-        mode = Widened()
-        with mode:
-            self.model_ctx.compute_batch_loss(self._batches.fixed[0][0])
-        return mode.converted_count > 0
+        steps = ChangedSteps(self.model_ctx, CHANGES["float32"])
+        steps.loss(self._batches.fixed[0][0])
+        return steps.converted_count > 0
 
-    def rises(self, hypothesis: Hypothesis | None) -> list[float]:
-        """Return the mean rise of the loss in each branch with the change of a hypothesis.
+    def rises(self, change: Change) -> list[float]:
+        """Return the mean rise of the loss in each branch with a change.
 
         It is the mean over the steps and the end, without the first step, whose loss precedes every update. With an
         event it is the mean over its step and the following ones: otherwise the fall of a healthy loss would hide it.
         """
-        return [self._rise(place, losses, hypothesis) for place, losses in enumerate(self._losses_of_all(hypothesis))]
+        return [self._rise(place, losses, change) for place, losses in enumerate(self._losses_of_all(change))]
 
-    def _rise(self, place: int, losses: Sequence[float], hypothesis: Hypothesis | None) -> float:
+    def _rise(self, place: int, losses: Sequence[float], change: Change) -> float:
         references = list(self._references[place])
         if self._event >= 0:
-            is_replaced = hypothesis is not None and hypothesis.replaces_rows and not self.left_out_rows
+            is_replaced = change.replaces_rows and not self.left_out_rows
             # A batch that takes the place of the event counts from its loss before the branch.
             batch = self._batches.spare[place] if is_replaced else None
             references[self._event] = self.level if batch is None else float(self.model_ctx.compute_batch_loss(batch))
@@ -260,10 +252,10 @@ class Trials:
         orders = self._batches.ordinary
         if not orders:
             return []
-        starts = self._losses_of_all(None, orders, frozen=True)
+        starts = self._losses_of_all(UNCHANGED, orders, frozen=True)
         rises = [
             [self._limited(loss - start) for loss, start in zip(*pair, strict=True)][self._event : -1]
-            for pair in zip(self._losses_of_all(None, orders), starts, strict=True)
+            for pair in zip(self._losses_of_all(UNCHANGED, orders), starts, strict=True)
         ]
         means = [sum(values) / len(values) for values in rises]
         middle, measured = sum(means) / len(means), len(rises[0])
@@ -274,54 +266,34 @@ class Trials:
         ]
 
     def _losses_of_all(
-        self, hypothesis: Hypothesis | None, orders: Sequence[Sequence[Batch]] = (), *, frozen: bool = False
+        self, change: Change, orders: Sequence[Sequence[Batch]] = (), *, frozen: bool = False
     ) -> list[list[float]]:
-        """Return the losses of all branches with the change of a hypothesis, after one transfer to the host."""
+        """Return the losses of all branches with a change, after one transfer to the host."""
+        if change.clips:
+            self._usual_norm = self._usual_norm or self._measured_norm()
         losses = [
-            self._losses(place, batches, hypothesis, frozen=frozen)
+            self._losses(place, batches, change, frozen=frozen)
             for place, batches in enumerate(orders or self._batches.orders)
         ]
         return torch.stack(losses).tolist()  # type: ignore[no-any-return]
 
-    def _losses(
-        self, place: int, order: Sequence[Batch], hypothesis: Hypothesis | None, *, frozen: bool = False
-    ) -> Tensor:
+    def _losses(self, place: int, order: Sequence[Batch], change: Change, *, frozen: bool = False) -> Tensor:
         """Return the loss of each step of a branch, before its update, and the mean of the fixed batches at its end.
 
         In a ``frozen`` branch the parameters are restored after every step.
         """
-        batches, model_ctx = list(order), self.model_ctx
-        options = self._step_options(hypothesis)
-        if hypothesis is not None and hypothesis.replaces_rows:
+        batches, steps = list(order), ChangedSteps(self.model_ctx, change, usual_norm=self._usual_norm)
+        if change.replaces_rows:
             batches[self._event] = self._without_rows(place)
-        widens = hypothesis is not None and hypothesis.widens
-        within: Callable[[], AbstractContextManager[object]] = Widened if widens else nullcontext
-        with model_ctx.branch():
-            parameters = trainable(model_ctx.model)
+        with steps.branch(draws=place):  # other dropout masks in every order
+            parameters = trainable(self.model_ctx.model)
             start = copied(parameters) if frozen else {}
-            for device in {torch.device("cpu"), model_ctx.device}:
-                torch.rand(place, device=device)  # other dropout masks in every order
-            if hypothesis is not None and hypothesis.resets_optimizer:
-                reset_optimizer(model_ctx)
             losses = []
             for batch in batches:
-                losses.append(model_ctx.take_step(batch, passes=within(), **options).double())
+                losses.append(steps.take(batch))
                 overwrite(parameters, start)
-            with within():
-                last = [model_ctx.compute_batch_loss(batch).double() for batch in self._batches.fixed[place]]
+            last = [steps.loss(batch) for batch in self._batches.fixed[place]]
         return torch.stack([*losses, torch.stack(last).mean()])
-
-    def _step_options(self, hypothesis: Hypothesis | None) -> dict[str, Any]:
-        """Return the options of ``take_step``."""
-        if hypothesis is None:
-            return {}
-        options: dict[str, Any] = {"rate_factor": hypothesis.rate_factor}
-        if hypothesis.weight_decay is not None:
-            options["weight_decay"] = hypothesis.weight_decay
-        if hypothesis.clips:
-            self._usual_norm = self._usual_norm or self._measured_norm()
-            options["max_norm"] = self._usual_norm
-        return options
 
     def _measured_norm(self) -> float:
         """Return the median gradient norm on the fixed batches."""
@@ -342,9 +314,5 @@ class Trials:
         if rows(batch) > MOST_MEASURED_ROWS:
             return []
         others = self._batches.fixed[0]
-        measured, usual = self._measure_rows(batch), torch.cat([self._measure_rows(item) for item in others], dim=1)
-        return sorted({*outliers(measured, usual), *repeated(batch, others)})
-
-    def _measure_rows(self, batch: Batch) -> Tensor:
-        """Return loss and gradient norm of each row, shape (2, rows)."""
-        return torch.stack([values.cpu() for values in self.model_ctx.measure_rows(batch)])
+        usual = torch.cat([measure_rows(self.model_ctx, item) for item in others], dim=1)
+        return sorted({*outliers(measure_rows(self.model_ctx, batch), usual), *repeated(batch, others)})

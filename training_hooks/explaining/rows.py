@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
 from loopscope.data import Batch, MicroBatches, part_of, rows
+from loopscope.hooks import ModelDataContext
 from loopscope.state import visited
 from loopscope.tensors import in_bytes
 from torch import Tensor
@@ -51,14 +53,22 @@ def row_contents(batch: Batch) -> list[bytes]:
     return [b"".join(tensor[place].tobytes() for tensor in plain) for place in range(rows(batch))]
 
 
-def exclude_shared_rows(batch: Batch, others: Sequence[Batch]) -> list[Batch]:
-    """Return the other batches without rows that are also in ``batch``; omits batches that lose more than half."""
+def measure_rows(model_ctx: ModelDataContext, batch: Batch) -> Tensor:
+    """Return loss and gradient norm of each row, shape (2, rows)."""
+    return torch.stack([values.cpu() for values in model_ctx.measure_rows(batch)])
+
+
+def exclude_shared_rows(batch: Batch, others: Sequence[Batch], fewest: int = 0) -> Sequence[Batch]:
+    """Return the other batches without rows that are also in ``batch``; omits batches that lose more than half.
+
+    If fewer than ``fewest`` are left, as in a small data set, all of them are returned as they are.
+    """
     own_rows, kept = {*row_contents(batch)}, []
     for other in others:
         places = [place for place, row in enumerate(row_contents(other)) if row not in own_rows]
         if 2 * len(places) >= rows(other):
             kept.append(other if len(places) == rows(other) else part_of(other, places))
-    return kept
+    return kept if len(kept) >= fewest else others
 
 
 def copies(batch: Batch) -> int:

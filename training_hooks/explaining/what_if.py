@@ -1,10 +1,9 @@
 """Variants of one training step from the same state, each rolled back, and their losses."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from operator import itemgetter
 from typing import Any
@@ -14,14 +13,15 @@ from loopscope import DebugInterventionHook, HookPoint, HookRegistry, Remembered
 from loopscope.data import Batch, part_of, rows
 from loopscope.errors import UnsuitableError, require, unknown
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
+from loopscope.laboratory import CHANGES, UNCHANGED
 from loopscope.tensors import norm, overwrite, trainable
 from loopscope.training import eagerly
 from torch import Tensor
 
 from ..curvature import coming_batches, parts_in
-from .rows import copies, exclude_shared_rows, outliers, repeated
+from .changed_steps import ChangedSteps
+from .rows import copies, exclude_shared_rows, measure_rows, outliers, repeated
 from .step_history import record_outputs
-from .wider_precision import Widened, widen_layer
 
 FOLLOWING_BATCHES = 8
 """Number of following batches on which the effect of a step is measured."""
@@ -31,6 +31,16 @@ SINGLE_CHANGE_RATIO = 8.0
 """A single element has changed if its change is this many times the second largest change."""
 FEWEST_ELEMENTS = 8
 """Number of elements that a parameter needs before a single change can be distinguished from the others."""
+VARIANTS = (
+    *("fresh_state", "float32", "half_rate", "zero_rate", "float64", "without_rows", "clipped", "usual_rate"),
+    "layer_in_float32",
+)
+"""The changes that the step is repeated with, if they are possible."""
+REFUSED_BY = {
+    "zero_rate": (ArithmeticError,),  # an optimizer may divide by its learning rate
+    "float64": (RuntimeError,),  # a GradScaler, for example, accepts only float32
+}
+"""Errors of steps that accept no such change, whose branch is omitted."""
 
 
 @HookRegistry.register
@@ -134,50 +144,56 @@ class WhatIf(DebugInterventionHook):
             self._parts = parts_in(run_ctx.batch_data)
             coming = coming_batches(model_ctx.loader, self.step, self._parts)
             batches = [*islice(coming, FOLLOWING_BATCHES + self.fresh)]
-            fresh = exclude_shared_rows(run_ctx.batch_data, batches[FOLLOWING_BATCHES:])
-            if len(fresh) < 2:  # a small data set, in which batches share rows
-                fresh = batches[FOLLOWING_BATCHES:]
+            fresh = exclude_shared_rows(run_ctx.batch_data, batches[FOLLOWING_BATCHES:], fewest=2)
             self._before = {name: leaf.detach().clone() for name, leaf in trainable(model_ctx.model).items()}
             return self._branches(run_ctx, Branches(model_ctx, batches[:FOLLOWING_BATCHES], self.follow), fresh)
 
     def _branches(self, run_ctx: RunDataContext, branches: "Branches", fresh: Sequence[Batch]) -> Metrics:
         model_ctx, batch = branches.model_ctx, run_ctx.batch_data
-        rates = [float(group.lr) for group in run_ctx.optimizer_groups]
-        mode, wide = Widened(), Widened(torch.float64)
         row_values, outlier_places = self._rows(run_ctx, model_ctx, fresh)
         rest = [place for place in range(rows(batch)) if place not in outlier_places]
+        part = [part_of(batch, rest)] if outlier_places and rest else []
+        wide = ChangedSteps(model_ctx, CHANGES["float32"])
+        same = ChangedSteps(model_ctx, UNCHANGED)
         results = {
-            "as_it_was": [branches.run(batch, draws=draws) for draws in range(5)],
-            "fresh": [branches.run(other) for other in fresh],
-            "fresh_state": [branches.run(batch, prepared=reset_optimizer)],
-            "float32": [branches.run(batch, within=lambda: mode)],
+            "as_it_was": [branches.run(batch, same, draws=draws) for draws in range(5)],
+            "fresh": [branches.run(other, same) for other in fresh],
         }
-        if has_rates := not any(map(math.isnan, rates)):
-            results["half_rate"] = [branches.run(batch, learning_rates=[rate / 2 for rate in rates])]
-            with suppress(ArithmeticError):  # an optimizer may divide by its learning rate
-                results["zero_rate"] = [branches.run(batch, learning_rates=[0.0 for _ in rates])]
-        with suppress(RuntimeError):  # a GradScaler, for example, accepts only float32
-            results["float64"] = [branches.run(batch, within=lambda: wide)]
-        if outlier_places and rest:
-            results["without_rows"] = [branches.run(part_of(batch, rest))]
-        if self.usual_norm:
-            results["clipped"] = [branches.run(batch, max_norm=self.usual_norm)]
-        if self.usual_rate != 1 and has_rates:
-            results["usual_rate"] = [branches.run(batch, learning_rates=[rate * self.usual_rate for rate in rates])]
-        if self.layer:
-            module = model_ctx.model.get_submodule(self.layer)
-            results["layer_in_float32"] = [branches.run(batch, within=partial(widen_layer, module, Widened()))]
+        for name in self._variants(run_ctx, has_part=bool(part)):
+            steps = wide if name == "float32" else self._changed(model_ctx, name)
+            with suppress(*REFUSED_BY.get(name, ())):
+                results[name] = [branches.run(part[0] if steps.change.replaces_rows else batch, steps)]
         numbers = {
             name: {branch: [values[place] for values in trials] for branch, trials in results.items()}
             for place, name in enumerate(("loss", "effect", "later"))
         }
         if self.watch and not self.watch.startswith("update"):
-            batches = {"as_it_was": [batch], "fresh": fresh}
-            batches |= {"without_rows": [part_of(batch, rest)]} if outlier_places and rest else {}
+            batches = {"as_it_was": [batch], "fresh": fresh} | ({"without_rows": part} if part else {})
             numbers["size"] = {name: [self._size(model_ctx, item) for item in items] for name, items in batches.items()}
-            with mode:
+            with wide.passes():
                 numbers["size"]["float32"] = [self._size(model_ctx, batch)]
-        return {**numbers, "low_precision": mode.converted_count, "rows": row_values, "standing_out": outlier_places}
+        return {**numbers, "low_precision": wide.converted_count, "rows": row_values, "standing_out": outlier_places}
+
+    def _variants(self, run_ctx: RunDataContext, *, has_part: bool) -> Iterator[str]:
+        """Yield the names of the possible changes of the step; ``has_part``: if rows can be left out."""
+        has_rates = not any(math.isnan(group.lr) for group in run_ctx.optimizer_groups)
+        conditions = {
+            "half_rate": has_rates,
+            "zero_rate": has_rates,
+            "usual_rate": has_rates and self.usual_rate != 1,
+            "without_rows": has_part,
+            "clipped": self.usual_norm > 0,
+            "layer_in_float32": bool(self.layer),
+        }
+        return (name for name in VARIANTS if conditions.get(name, True))
+
+    def _changed(self, model_ctx: ModelDataContext, name: str) -> ChangedSteps:
+        """Return steps with a change, some of which depend on the options."""
+        change = CHANGES[name]
+        if name == "usual_rate":
+            change = replace(change, rate_factor=self.usual_rate)
+        layer = model_ctx.model.get_submodule(self.layer) if name == "layer_in_float32" else None
+        return ChangedSteps(model_ctx, change, usual_norm=self.usual_norm, layer=layer)
 
     def _size(self, model_ctx: ModelDataContext, batch: Batch) -> float:
         kind, _, name = self.watch.partition("/")
@@ -207,11 +223,11 @@ class WhatIf(DebugInterventionHook):
 
     def _measure_rows(self, model_ctx: ModelDataContext, batch: Batch) -> Tensor:
         """Return loss, gradient norm and, if an output is watched, its size for each row; shape (2 or 3, rows)."""
-        measured = [values.cpu() for values in model_ctx.measure_rows(batch)]
+        measured = measure_rows(model_ctx, batch)
         if self.watch.startswith("output/"):
             sizes = [self._size(model_ctx, part_of(batch, [place])) for place in range(rows(batch))]
-            measured.append(torch.tensor(sizes, dtype=torch.float64))
-        return torch.stack(measured)
+            measured = torch.cat([measured, torch.tensor([sizes], dtype=torch.float64)])
+        return measured
 
     def _after_step(self, model_ctx: ModelDataContext) -> Metrics:
         """Return the effect of the run's own step, and of restoring a single element that changed."""
@@ -247,50 +263,28 @@ class Branches:
 
     def __init__(self, model_ctx: ModelDataContext, ahead: Sequence[Batch], follow: int) -> None:
         self.model_ctx, self._ahead, self._follow = model_ctx, ahead, ahead[:follow]
+        self._unchanged = ChangedSteps(model_ctx, UNCHANGED)
         self._before = self.losses()
 
-    def losses(self, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> Tensor:
+    def losses(self, steps: ChangedSteps | None = None) -> Tensor:
         """Return the losses of the following batches; shape (batches,), float64."""
-        with within():
-            return torch.stack([self.model_ctx.compute_batch_loss(batch) for batch in self._ahead]).double()
+        return torch.stack([(steps or self._unchanged).loss(batch) for batch in self._ahead])
 
-    def run(
-        self,
-        batch: Batch,
-        *,
-        draws: int = 0,
-        prepared: Callable[[ModelDataContext], None] | None = None,
-        within: Callable[[], AbstractContextManager[object]] = nullcontext,
-        **changed: Any,
-    ) -> tuple[float, float, float]:
+    def run(self, batch: Batch, steps: ChangedSteps, *, draws: int = 0) -> tuple[float, float, float]:
         """Take a step and return its loss, its immediate effect, and the rise of the loss over the following steps.
 
         Args:
             batch: the batch of the step.
+            steps: the step with its change.
             draws: count of random numbers to draw before the step, which changes the dropout masks.
-            prepared: called before the step to change the state.
-            within: returns a context manager for forward and backward passes.
-            changed: options of ``take_step``.
         """
-        with self.model_ctx.branch():
-            before = self._before if within is nullcontext else self.losses(within)
-            for device in {torch.device("cpu"), self.model_ctx.device}:
-                torch.rand(draws, device=device)
-            if prepared is not None:
-                prepared(self.model_ctx)
-            loss = self.model_ctx.take_step(batch, passes=within(), **changed)
-            after = self.losses(within)
-            later = [self.model_ctx.take_step(following, passes=within()).double() for following in self._follow]
+        with steps.branch(draws):
+            before = self._before if steps.change.precision is None else self.losses(steps)
+            loss = steps.take(batch)
+            after = self.losses(steps)
+            later = [steps.take_unchanged(following) for following in self._follow]
         effects = ((after - before).mean(), (torch.stack(later) - before[: len(later)]).mean())
         return (float(loss), *map(float, effects))  # type: ignore[return-value]
-
-
-def reset_optimizer(model_ctx: ModelDataContext) -> None:
-    """Reset the optimizer: its initial sums, moments and step counts are zero."""
-    for entries in model_ctx.optimizer_state.values():
-        for value in entries.values():
-            if isinstance(value, Tensor):
-                value.zero_()
 
 
 def _most_changed(before: Tensor, after: Tensor) -> tuple[int, float]:

@@ -5,7 +5,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from ...console import in_columns, number_text, printable
-from ...report import BRANCHES, removed_text
+from ...report import removed_text
+from ..changes import BRANCH_TITLES
 from .explanation import Branch, Explanation
 from .rows import ExplainedRow
 
@@ -55,7 +56,7 @@ def _row(branch: Branch) -> dict[str, str]:
     times = f" ({branch.times})" if branch.times > 1 else ""
     numbers = {"loss": branch.loss, "next losses": branch.effect, "later": branch.later}
     return {
-        "": BRANCHES.get(branch.name, branch.name) + times,
+        "": BRANCH_TITLES.get(branch.name, branch.name) + times,
         **{name: "" if value is None else number_text(value) for name, value in numbers.items()},
         "removed": removed_text(branch.removed),
     }

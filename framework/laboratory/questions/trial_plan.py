@@ -10,15 +10,14 @@ import numpy as np
 from ...doctor import Diagnosis, Finding, History, ranked
 from ...errors import listed
 from ..change_tests import ChangeTest, change_tests
+from ..changes import EVENTS, LEAD, SYMPTOMS, UNCHANGED, UNTESTABLE, Change, changes_for
 from ..effects import effect_of
-from ..hypotheses import EVENTS, LEAD, SYMPTOMS, UNTESTABLE, Hypothesis, hypotheses_of
 
 ODDS_FACTOR = 4.0
 """Factor by which a confirming test multiplies the odds of a finding's confidence, and a refuting one divides them."""
 MOST_CONFIDENT = 0.99
 HOOK = "hypothesis_test"
 """The hook that trains the branches."""
-UNCHANGED = "unchanged"
 MOST_KINDS = 10
 """Largest number of kinds of branches in a diagnosis, with those of the reference: 40 branches, 4 of each kind."""
 FOLLOWING = 2
@@ -30,34 +29,34 @@ RECENT_STEPS = 32
 
 @dataclass
 class TrialPlan:
-    """Branches from one state of a training, which test the hypotheses about some findings."""
+    """Branches from one state of a training, which test some findings."""
 
     step: int
     """The first step of the branches, counted from 1; 0: from the present state."""
     event: int = 0
     """The position of the event's step in a branch, counted from 1; 0 without an event."""
     findings: list[Finding] = field(default_factory=list)
-    hypotheses: list[Hypothesis] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
 
     def options(self, history: History, branches: int, steps: int) -> dict[str, Any]:
         """Return the options of the hook; ``steps`` is the length of branches without an event."""
-        names = ",".join(item.name for item in self.hypotheses)
+        names = ",".join(item.name for item in self.changes)
         count = self.event + FOLLOWING if self.event else steps
         options: dict[str, Any] = {"branches": branches, "changes": names, "event": self.event, "steps": count}
         options["usual_norm"] = _usual_norm(history, self.step - 1 if self.step else history.step)
         return options | ({"step": self.step} if self.step else {})
 
-    def kinds_with(self, hypotheses: Iterable[Hypothesis]) -> int:
-        """Return the number of kinds of branches with further hypotheses, also those of unchanged and restored ones.
+    def kinds_with(self, changes: Iterable[Change]) -> int:
+        """Return the number of kinds of branches with further changes, also those of unchanged and restored ones.
 
         Those of an event are trained with ordinary batches as well.
         """
-        return (4 if self.event else 2) + len({item.name for item in (*self.hypotheses, *hypotheses)})
+        return (4 if self.event else 2) + len({item.name for item in (*self.changes, *changes)})
 
-    def add(self, finding: Finding, hypotheses: Iterable[Hypothesis]) -> None:
-        """Add a finding with its hypotheses."""
+    def add(self, finding: Finding, changes: Iterable[Change]) -> None:
+        """Add a finding with the changes that test it."""
         self.findings.append(finding)
-        self.hypotheses += [item for item in hypotheses if item not in self.hypotheses]
+        self.changes += [item for item in changes if item not in self.changes]
 
 
 def _usual_norm(history: History, last: int) -> float:
@@ -81,18 +80,18 @@ def trial_plans(diagnosis: Diagnosis, *, from_present: bool) -> tuple[list[Trial
     untested = []
     for finding in diagnosis:
         step, event = (0, 0) if from_present else _place(finding)
-        hypotheses = [item for item in hypotheses_of(finding.id) if event or not item.replaces_rows]
-        if not hypotheses and finding.severity == "info":
+        changes = [item for item in changes_for(finding.id) if event or not item.replaces_rows]
+        if not changes and finding.severity == "info":
             continue
-        if not hypotheses:
+        if not changes:
             untested.append(_not_tested(finding, UNTESTABLE.get(finding.id, "no change in a few steps can test it")))
             continue
         plan = plans.get((step, event)) or TrialPlan(step, event)
         others = sum(item.kinds_with(()) for item in plans.values() if item is not plan)
-        if others + plan.kinds_with(hypotheses) > MOST_KINDS:
+        if others + plan.kinds_with(changes) > MOST_KINDS:
             untested.append(_not_tested(finding, "earlier findings use up all branches; resolve those first"))
             continue
-        plan.add(finding, hypotheses)
+        plan.add(finding, changes)
         plans[step, event] = plan
     return list(plans.values()), untested
 
@@ -150,12 +149,12 @@ def _damage(measured: Mapping[str, Any]) -> str:
 
 def _tests_of(finding: Finding, plan: TrialPlan, measured: Mapping[str, Any]) -> Sequence[ChangeTest]:
     rises, scale = measured["rise"], float(measured["scale"])
-    unchanged = rises[UNCHANGED]
+    unchanged = rises[UNCHANGED.name]
     ordinary = measured["ordinary"] if plan.event else None
-    changed = {name: values for name, values in rises.items() if name != UNCHANGED}
+    changed = {name: values for name, values in rises.items() if name != UNCHANGED.name}
     effects = {name: effect_of(unchanged, values, scale, ordinary) for name, values in changed.items()}
-    hypotheses = [item for item in plan.hypotheses if finding.id in item.findings]
-    return change_tests(hypotheses, effects, len(unchanged), of_event=finding.id in EVENTS)
+    changes = [item for item in plan.changes if finding.id in item.findings]
+    return change_tests(changes, effects, len(unchanged), of_event=finding.id in EVENTS)
 
 
 def _not_tested(finding: Finding, reason: str) -> str:

@@ -5,16 +5,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from loopscope.doctor import Diagnosis, Finding, History
-from loopscope.laboratory import ChangeTest, effect_of
+from loopscope.laboratory import CHANGES, ChangeTest, effect_of
 from loopscope.laboratory.change_tests import change_tests
+from loopscope.laboratory.changes import changes_for
 from loopscope.laboratory.effects import null_effects
-from loopscope.laboratory.hypotheses import HYPOTHESES, hypotheses_of
 from loopscope.laboratory.questions import diagnosis_with_tests, trial_plans
 from loopscope.laboratory.questions.trial_plan import with_tests
 from loopscope.student_t import critical_t
 
 Luck = Callable[[np.random.Generator, int], np.ndarray]
-BY_NAME = {item.name: item for item in HYPOTHESES}
 
 
 def finding(name: str, step: int = 30, confidence: float = 0.7) -> Finding:
@@ -84,15 +83,15 @@ def test_proportional_decrease_does_not_confirm_learning_rate():
     """A tenth of the learning rate also removes nearly all of the rise by steps that point uphill."""
     unchanged = [1.0, 1.1, 0.9, 1.0]
     effects = {"tenth_rate": effect_of(unchanged, [0.1 * rise for rise in unchanged], 1.0)}
-    assert verdicts(change_tests([BY_NAME["tenth_rate"]], effects, 4)) == [False]
+    assert verdicts(change_tests([CHANGES["tenth_rate"]], effects, 4)) == [False]
     effects = {"tenth_rate": effect_of(unchanged, [-0.1 * rise for rise in unchanged], 1.0)}
-    assert verdicts(change_tests([BY_NAME["tenth_rate"]], effects, 4)) == [True]
+    assert verdicts(change_tests([CHANGES["tenth_rate"]], effects, 4)) == [True]
 
 
 def test_specific_cause_outranks_smaller_steps():
     unchanged = [1.0, 1.1, 0.9, 1.0]
     effects = {name: effect_of(unchanged, [-0.1] * 4, 1.0) for name in ("fresh_state", "half_rate")}
-    pair = [BY_NAME["fresh_state"], BY_NAME["half_rate"]]
+    pair = [CHANGES["fresh_state"], CHANGES["half_rate"]]
     assert verdicts(change_tests(pair, effects, 4)) == [True, None]
     assert verdicts(change_tests(pair[1:], effects, 4)) == [True]
 
@@ -105,13 +104,13 @@ def test_event_must_exceed_ordinary_batches(ordinary, confirms):
     """A rise as an ordinary batch gives it by chance, or without ordinary batches, decides nothing about an event."""
     rises = [3.0, 3.1, 2.9, 3.0] if confirms else [1.0, 1.1, 0.9, 1.0]
     effects = {"fresh_state": effect_of(rises, [0.1] * 4, 1.0, ordinary)}
-    assert verdicts(change_tests([BY_NAME["fresh_state"]], effects, 4, of_event=True)) == [confirms]
+    assert verdicts(change_tests([CHANGES["fresh_state"]], effects, 4, of_event=True)) == [confirms]
 
 
 def test_event_without_rise_decides_nothing():
     effects = {"half_rate": effect_of([-1.0, -1.1, -0.9, -1.0], [-9.0] * 4, 1.0)}
-    assert verdicts(change_tests([BY_NAME["half_rate"]], effects, 4)) == [True]
-    assert verdicts(change_tests([BY_NAME["half_rate"]], effects, 4, of_event=True)) == [None]
+    assert verdicts(change_tests([CHANGES["half_rate"]], effects, 4)) == [True]
+    assert verdicts(change_tests([CHANGES["half_rate"]], effects, 4, of_event=True)) == [None]
 
 
 def confirmed_events(count: int, luck: Luck, excess: float = 0.0) -> float:
@@ -124,7 +123,7 @@ def confirmed_events(count: int, luck: Luck, excess: float = 0.0) -> float:
         unchanged = (luck(generator, 1) + excess + generator.normal(0, 0.6, 4)) / 3
         changed, ordinary = generator.normal(0, 0.6, 4) / 3, (luck(generator, 20) + generator.normal(0, 0.3, 20)) / 3
         effects = {"without_rows": effect_of(unchanged, changed, 5.0, ordinary)}
-        confirmed += verdicts(change_tests([BY_NAME["without_rows"]], effects, 4, of_event=True)) == [True]
+        confirmed += verdicts(change_tests([CHANGES["without_rows"]], effects, 4, of_event=True)) == [True]
     return confirmed / count
 
 
@@ -180,9 +179,9 @@ class NoisyDescent:
         return float(np.mean([*rises[1:10], rises[10:].mean()]))
 
     def confirms(self, name: str) -> bool | None:
-        orders, factor = [[self.batch() for _ in range(14)] for _ in range(4)], BY_NAME[name].rate_factor
+        orders, factor = [[self.batch() for _ in range(14)] for _ in range(4)], CHANGES[name].rate_factor
         unchanged, changed = ([self.rise(order, value) for order in orders] for value in (1.0, factor))
-        return verdicts(change_tests([BY_NAME[name]], {name: effect_of(unchanged, changed, 1.0)}, 4))[0]
+        return verdicts(change_tests([CHANGES[name]], {name: effect_of(unchanged, changed, 1.0)}, 4))[0]
 
 
 @pytest.mark.statistical
@@ -214,7 +213,7 @@ def test_slower_fall_by_noise_confirms_nothing():
 def test_lost_training_refutes_no_learning_rate():
     """Where all branches diverge, a learning rate that is still too high is no evidence."""
     effects = {"half_rate": effect_of([10.0] * 4, [10.0] * 4, 1.0)}
-    assert verdicts(change_tests([BY_NAME["half_rate"]], effects, 4)) == [None]
+    assert verdicts(change_tests([CHANGES["half_rate"]], effects, 4)) == [None]
 
 
 @pytest.mark.parametrize(
@@ -273,16 +272,16 @@ def test_plans_stay_within_their_branches():
     """One spike uses up the branches; a finding that no branch can test has a sentence."""
     names = ["loss-spike", "learning-rate-too-low", "gradients-not-zeroed"]
     plans, untested = trial_plans(Diagnosis([finding(name) for name in names]), from_present=False)
-    assert [(plan.step, plan.event, len(plan.hypotheses)) for plan in plans] == [(28, 3, 6)]
+    assert [(plan.step, plan.event, len(plan.changes)) for plan in plans] == [(28, 3, 6)]
     assert untested[0].startswith("learning-rate-too-low was not tested: earlier findings")
     assert untested[1].startswith("gradients-not-zeroed was not tested: a branch clears the gradients itself")
     assert plans[0].options(History(), 4, 10)["steps"] == 5
 
 
-def test_every_hypothesis_names_known_findings():
+def test_every_change_names_known_findings():
     from loopscope.doctor import all_detectors
 
     known = {detector.name for detector in all_detectors()}
-    for item in HYPOTHESES:
+    for item in CHANGES.values():
         assert item.findings <= known
-    assert hypotheses_of("dead-units") == []
+    assert changes_for("dead-units") == []

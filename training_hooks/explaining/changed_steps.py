@@ -1,0 +1,67 @@
+"""Training steps with one change of :data:`loopscope.laboratory.CHANGES`, in branches that are rolled back."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from loopscope.data import Batch
+from loopscope.hooks import ModelDataContext
+from loopscope.laboratory import Change
+from torch import Tensor, nn
+
+from .wider_precision import Widened, widen_layer
+
+
+class ChangedSteps:
+    """Steps and losses with one change, which is the precision of all passes, or of those of one layer."""
+
+    def __init__(
+        self, model_ctx: ModelDataContext, change: Change, *, usual_norm: float = 0.0, layer: nn.Module | None = None
+    ) -> None:
+        self.change = change
+        self._model_ctx, self._layer = model_ctx, layer
+        self._mode = None if change.precision is None else Widened(change.precision)
+        self._options: dict[str, Any] = {"rate_factor": change.rate_factor, "weight_decay": change.weight_decay}
+        self._options["max_norm"] = usual_norm if change.clips else None
+
+    @property
+    def converted_count(self) -> int:
+        """The number of tensors and casts that the change has widened."""
+        return 0 if self._mode is None else self._mode.converted_count
+
+    def passes(self) -> AbstractContextManager[object]:
+        """Return the context of forward and backward passes."""
+        if self._mode is None:
+            return nullcontext()
+        return self._mode if self._layer is None else widen_layer(self._layer, self._mode)
+
+    @contextmanager
+    def branch(self, draws: int) -> Iterator[None]:
+        """Roll the body back; it starts after ``draws`` random numbers, which change the dropout masks."""
+        with self._model_ctx.branch():
+            for device in {torch.device("cpu"), self._model_ctx.device}:
+                torch.rand(draws, device=device)
+            if self.change.resets_optimizer:
+                self._reset_optimizer()
+            yield
+
+    def take(self, batch: Batch) -> Tensor:
+        """Take a step with the change, and return its loss in float64."""
+        return self._model_ctx.take_step(batch, passes=self.passes(), **self._options).double()
+
+    def take_unchanged(self, batch: Batch) -> Tensor:
+        """Take a step without the change, except for the precision, and return its loss in float64."""
+        return self._model_ctx.take_step(batch, passes=self.passes()).double()
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the loss of a batch in float64."""
+        with self.passes():
+            return self._model_ctx.compute_batch_loss(batch).double()
+
+    def _reset_optimizer(self) -> None:
+        """Set the initial sums, moments and step counts of the optimizer to zero."""
+        for entries in self._model_ctx.optimizer_state.values():
+            for value in entries.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
