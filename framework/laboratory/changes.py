@@ -38,11 +38,9 @@ class Change:
     words: str = ""
     """The change as the subject of a sentence, if findings are tested with it."""
     title: str = ""
-    """The change in tables of branches, if steps are explained with it."""
+    """What the branch does, in tables and at the end of sentences, if steps are explained with it."""
     cause: str = ""
     """The cause of a spike that the change removes."""
-    condition: str = ""
-    """The change at the end of a sentence about a spike."""
     findings: frozenset[str] = frozenset()
     """Ids of the findings that the change tests."""
     rate_factor: float = 1.0
@@ -84,81 +82,63 @@ class Change:
 
 _SUDDEN = frozenset({"loss-spike", "gradient-jump"})
 _LARGE = _SUDDEN | {"exploding-gradients", "nonfinite"}
-_STEP_TOO_LARGE = _LARGE | {"learning-rate-too-high", "learning-rate-jump", "warm-up-missing", "loss-rising"}
-_STEP_TOO_SMALL = frozenset({"learning-rate-too-low", "loss-not-falling", "no-better-than-uniform"})
+_FAR_TOO_FAST = frozenset({"learning-rate-too-high"})
+_TOO_FAST = _LARGE | _FAR_TOO_FAST | {"learning-rate-jump", "warm-up-missing", "loss-rising"}
+_TOO_SLOW = frozenset({"learning-rate-too-low", "loss-not-falling", "no-better-than-uniform"})
+_DECAY = frozenset({"weight-decay-too-large"})
 
 CHANGES = {
     change.name: change
     for change in (
         Change(
             name="without_rows",
-            words="leaving out the rows of the event",
             title="without the outlier rows",
+            words="leaving out the rows of the event",
             findings=_LARGE,
             replaces_rows=True,
         ),
         Change(
             name="float32",
+            title="with everything in float32",
             words="float32 in all passes",
-            title="everything in float32",
             cause="precision",
-            condition="with everything in float32",
             findings=frozenset({"nonfinite", "loss-spike", "scaler-skips-steps", "float16-without-scaler"}),
             precision=torch.float32,
         ),
-        Change(
-            name="float64",
-            title="everything in float64",
-            cause="precision",
-            condition="with everything in float64",
-            precision=torch.float64,
-        ),
-        Change(name="layer_in_float32", title="that layer in float32", precision=torch.float32),
+        Change(name="float64", title="with everything in float64", cause="precision", precision=torch.float64),
+        Change(name="layer_in_float32", title="with that layer in float32", precision=torch.float32),
         Change(
             name="fresh_state",
+            title="with a reset optimizer",
             words="a reset state of the optimizer",
-            title="a fresh optimizer state",
             cause="optimizer state",
-            condition="with a reset optimizer",
             findings=_SUDDEN,
             resets_optimizer=True,
         ),
-        Change(
-            name="no_decay", words="no weight decay", findings=frozenset({"weight-decay-too-large"}), weight_decay=0.0
-        ),
+        Change(name="no_decay", words="no weight decay", findings=_DECAY, weight_decay=0.0),
         Change(
             name="clipped",
+            title="with gradients clipped at their usual norm",
             words="clipping of the gradient norm at its recent median",
-            title="gradients clipped at their usual norm",
             cause="step size",
-            condition="with gradients clipped at their usual norm",
             findings=_LARGE,
             clips=True,
         ),
-        Change(
-            name="usual_rate",
-            title="the usual learning rate",
-            cause="step size",
-            condition="at the usual learning rate",
-        ),
+        Change(name="usual_rate", title="at the usual learning rate", cause="step size"),
         Change(
             name="half_rate",
+            title="at half the learning rate",
             words="half the learning rate",
-            title="half the learning rate",
             cause="step size",
-            condition="at half the learning rate",
-            findings=_STEP_TOO_LARGE,
+            findings=_TOO_FAST,
             rate_factor=0.5,
         ),
-        Change(name="tenth_rate", words="a tenth of the learning rate", findings=_STEP_TOO_LARGE, rate_factor=0.1),
+        Change(name="tenth_rate", words="a tenth of the learning rate", findings=_TOO_FAST, rate_factor=0.1),
         Change(
-            name="hundredth_rate",
-            words="a hundredth of the learning rate",
-            findings=frozenset({"learning-rate-too-high"}),
-            rate_factor=0.01,
+            name="hundredth_rate", words="a hundredth of the learning rate", findings=_FAR_TOO_FAST, rate_factor=0.01
         ),
-        Change(name="zero_rate", title="a learning rate of 0", rate_factor=0.0),
-        Change(name="tenfold_rate", words="ten times the learning rate", findings=_STEP_TOO_SMALL, rate_factor=10.0),
+        Change(name="zero_rate", title="at a learning rate of 0", rate_factor=0.0),
+        Change(name="tenfold_rate", words="ten times the learning rate", findings=_TOO_SLOW, rate_factor=10.0),
     )
 }
 """All changes by name; specific ones come first. ``usual_rate`` has the factor that restores the usual one."""

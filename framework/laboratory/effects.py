@@ -1,22 +1,77 @@
-"""Effects of changes, estimated from pairs of changed and unchanged branches, with their errors and their null."""
+"""Effects of changes: the share of a harm that a branch removes, with its null.
+
+A :class:`Harm` of one step is measured by branches of that step; its null is that of repetitions of the step. An
+:class:`Effect` is estimated from pairs of changed and unchanged branches of several steps, with an error; its null is
+that of unchanged branches.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from ..student_t import critical_t
+from .usual_values import Numbers, exceeds_few
 
 CONFIDENCE = 0.95
-ORDINARY_CONFIDENCE = 0.99
-"""Confidence of the interval around ordinary rises, which are skewed to the right in most trainings."""
 DECISIVE_SHARE = 0.5
-"""Smallest share of the rise that a change removes if it is to be the cause; also that of the verdict on spikes."""
+"""Smallest share of a harm or a rise that a change removes if it removes the cause."""
+MAX_SPREADS = 1e9
+"""Upper bound of the number of spreads, also for infinite harm."""
 LARGEST_RISE = 10.0
 """Largest counted rise of a loss, in multiples of the loss before the branches: beyond it the training is lost."""
 Measure = Literal["rise", "loss"]
+
+
+@dataclass(frozen=True)
+class Harm:
+    """An unusually high value of the step, with its value in each branch."""
+
+    metric: str
+    """``effect``, ``loss`` or ``size``, as in the hook ``what_if``."""
+    words: str
+    run: float
+    usual: float
+    """The median of the usual values."""
+    branches: Mapping[str, float]
+    """The median of each branch."""
+    by_chance: float
+    """The share of fresh batches, including the run's, that are at least as bad."""
+    spread: float
+    """The spread of the usual values."""
+
+    def removed_share(self, branch: str) -> float:
+        """Return the share of the harm that a branch removes; −∞ if the branch does not exist.
+
+        Harm is log(1 + spreads above the usual value): on this scale a branch that only divides a divergence by ten
+        has removed little of it.
+        """
+        if branch not in self.branches:
+            return -np.inf
+        # 1 − log(1 + spreads in the branch)/log(1 + spreads in the run)
+        return 1 - self._size(self.branches[branch]) / self._size(self.run)
+
+    def _size(self, value: float) -> float:
+        return float(np.log1p(min(max(0.0, (value - self.usual) / self.spread), MAX_SPREADS)))
+
+    def extra_removed_share(self, branch: str) -> float:
+        """Return the share that a branch removes, less the share that repeating the same step removes."""
+        return self.removed_share(branch) - max(0.0, self.removed_share("as_it_was"))
+
+    @property
+    def statement(self) -> str:
+        """The harm in words."""
+        return f"{self.words} {_as_text(self.run)}"
+
+    def value_text(self, branch: str) -> str:
+        """Return the value in a branch, as text."""
+        return _as_text(self.branches[branch])
+
+
+def _as_text(value: float) -> str:
+    return f"{value:.3g}" if np.isfinite(value) else "not finite"
 
 
 @dataclass(frozen=True)
@@ -92,7 +147,7 @@ def effect_of(
     rises, others = np.array(unchanged, dtype=np.float64), np.array(changed, dtype=np.float64)
     differences = rises - others
     mean_rise = float(rises.mean())
-    is_unusual = ordinary is not None and _exceeds(mean_rise, np.array(ordinary, dtype=np.float64))
+    is_unusual = ordinary is not None and exceeds_few(mean_rise, np.array(ordinary, dtype=np.float64))
     is_rise = mean_rise > max(_half_width(rises), 1e-6 * scale) and (is_unusual or ordinary is None)
     unit = mean_rise if is_rise else scale
     value = float(differences.mean()) / unit
@@ -108,23 +163,13 @@ def effect_of(
     )
 
 
-def _exceeds(value: float, ordinary: "np.typing.NDArray[np.float64]") -> bool:
-    """Return whether a value is above all ordinary ones, and above the 99 % interval of one more of them."""
-    count = len(ordinary)
-    if count < 2:
-        return False
-    # The rank keeps the level for skewed losses, the interval for few values.
-    half = critical_t(count - 1, ORDINARY_CONFIDENCE) * float(ordinary.std(ddof=1)) * math.sqrt(1 + 1 / count)
-    return value > max(float(ordinary.max()), float(ordinary.mean()) + half)
-
-
-def null_effects(unchanged: Sequence[float]) -> "np.typing.NDArray[np.float64]":
+def null_effects(unchanged: Sequence[float]) -> Numbers:
     """Return by how much the rise of each unchanged branch is below the mean of the others: shape (branches,)."""
     rises = np.array(unchanged, dtype=np.float64)
     # mean of the others − r_j = (Σr − r_j)/(B − 1) − r_j = (mean(r) − r_j)·B/(B − 1)
     return np.asarray((rises.mean() - rises) * len(rises) / (len(rises) - 1))
 
 
-def _half_width(values: "np.typing.NDArray[np.float64]") -> float:
+def _half_width(values: Numbers) -> float:
     """Return half the width of the 95 % interval of a mean."""
     return critical_t(len(values) - 1, CONFIDENCE) * float(values.std(ddof=1)) / math.sqrt(len(values))

@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 
 from .changes import CHANGES
-from .trend import Numbers, without_trend
+from .effects import DECISIVE_SHARE, Harm
+from .usual_values import (
+    HARMFUL_SPREADS,
+    LEVEL,
+    chance_of,
+    is_beyond,
+    median_and_spread,
+    median_outcome,
+    outcomes,
+    recent,
+)
 
-LEVEL = 0.05
-"""Largest p-value, a rank among usual values or fresh batches, at which a value is unusually high."""
-DECISIVE_SHARE = 0.5
-"""Smallest share of the harm that a branch must remove to show that its change removes the cause."""
 DATA_MARGIN = 0.1
 """If no update branch removes more of the harm than fresh batches plus this share, the data are the cause."""
-HARMFUL_SPREADS = 3.0
-"""A value this many spreads above the usual median is harmful."""
-MAX_SPREADS = 1e9
-"""Upper bound of the number of spreads, also for infinite harm."""
-RECENT = 32
-"""Number of earlier steps that a step is compared with, without their linear trend."""
 HARMFUL_RATIO = 1.5
 """The watched quantity must be this many times its largest earlier value, and its largest value on fresh batches."""
 UPDATES = ("usual_rate", "half_rate", "clipped", "fresh_state")
@@ -33,90 +33,6 @@ class Verdict:
 
     cause: str | None
     sentence: str
-
-
-@dataclass(frozen=True)
-class Harm:
-    """An unusually high value of the step, with its value in each branch."""
-
-    metric: str
-    """``effect``, ``loss`` or ``size``, as in the hook ``what_if``."""
-    words: str
-    run: float
-    usual: float
-    """The median of the usual values."""
-    branches: Mapping[str, float]
-    """The median of each branch."""
-    by_chance: float
-    """The share of fresh batches, including the run's, that are at least as bad."""
-    spread: float
-    """The spread of the usual values."""
-
-    def removed_share(self, branch: str) -> float:
-        """Return the share of the harm that a branch removes; −∞ if the branch does not exist.
-
-        Harm is log(1 + spreads above the usual value): on this scale a branch that only divides a divergence by ten
-        has removed little of it.
-        """
-        if branch not in self.branches:
-            return -np.inf
-        # 1 − log(1 + spreads in the branch)/log(1 + spreads in the run)
-        return 1 - self._size(self.branches[branch]) / self._size(self.run)
-
-    def _size(self, value: float) -> float:
-        return float(np.log1p(min(max(0.0, (value - self.usual) / self.spread), MAX_SPREADS)))
-
-    def extra_removed_share(self, branch: str) -> float:
-        """Return the share that a branch removes, less the share that repeating the same step removes."""
-        return self.removed_share(branch) - max(0.0, self.removed_share("as_it_was"))
-
-    @property
-    def statement(self) -> str:
-        """The harm in words."""
-        return f"{self.words} {_as_text(self.run)}"
-
-    def value_text(self, branch: str) -> str:
-        """Return the value in a branch, as text."""
-        return _as_text(self.branches[branch])
-
-
-def _as_text(value: float) -> str:
-    return f"{value:.3g}" if np.isfinite(value) else "not finite"
-
-
-def outcomes(values: float | Sequence[float]) -> Numbers:
-    """Return values with ∞ for each that is not finite: NaN, ∞ and −∞ are one outcome, the worst."""
-    numbers = np.atleast_1d(np.asarray(values, dtype=np.float64))
-    return np.where(np.isfinite(numbers), numbers, np.inf)
-
-
-def median_outcome(values: float | Sequence[float]) -> float:
-    """Return the median, ∞ if at least half of the values are not finite."""
-    numbers = np.sort(outcomes(values))
-    low, high = numbers[(len(numbers) - 1) // 2], numbers[len(numbers) // 2]
-    return float(low if low == high else (low + high) / 2)
-
-
-def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median of the finite values, and 1.4826 times their median distance from it."""
-    finite = np.array([value for value in values if np.isfinite(value)] or [np.inf])
-    middle = float(np.median(finite))
-    # 1.4826 times the median absolute deviation is the standard deviation of a normal distribution.
-    return middle, 1.4826 * float(np.median(np.abs(finite - middle))) if np.isfinite(middle) else 0.0
-
-
-def is_beyond(value: float, usual: Sequence[float]) -> bool:
-    """Return whether a value is above the usual ones by rank and by ``HARMFUL_SPREADS``, or not finite unlike them."""
-    value = median_outcome(value)
-    above = int((outcomes(usual) >= value).sum())
-    middle, spread = median_and_spread(usual)
-    # p = (1 + usual values at least as high)/(usual values + 1)
-    return (above + 1) / (len(usual) + 1) <= LEVEL and value > middle + HARMFUL_SPREADS * spread
-
-
-def recent(values: Sequence[float]) -> list[float]:
-    """Return the newest values without their trend, as they would be around the level of the next step."""
-    return [float(value) for value in without_trend(np.array(values[-RECENT:], dtype=np.float64))]
 
 
 def is_damaged_before(branch_values: Mapping[str, Any], usual: Mapping[str, Sequence[float]]) -> bool:
@@ -148,17 +64,15 @@ def harms(
     for metric in [name for name in words if name in own and name in branch_values]:
         run, earlier = median_outcome(own[metric]), recent(usual[metric])
         fresh = outcomes(branch_values[metric].get("fresh", []))
-        middle, spread = median_and_spread(earlier)
+        middle, spread = map(float, median_and_spread(earlier))
         if metric == "size":  # weak evidence alone, so it has a stricter condition
             is_bad = run > HARMFUL_RATIO * max([*outcomes(earlier), *fresh])
         else:
-            is_bad = is_beyond(run, earlier) or (
-                is_beyond(run, fresh.tolist()) and run > middle + HARMFUL_SPREADS * spread
-            )
+            is_bad = is_beyond(run, earlier) or (is_beyond(run, fresh) and run > middle + HARMFUL_SPREADS * spread)
         if is_bad:
             medians = {name: median_outcome(value) for name, value in branch_values[metric].items()}
-            by_chance = (int((fresh >= run).sum()) + 1) / (len(fresh) + 1)
-            result.append(Harm(metric, words[metric], run, middle, medians, by_chance, spread or abs(middle) or 1.0))
+            scale = spread or abs(middle) or 1.0
+            result.append(Harm(metric, words[metric], run, middle, medians, chance_of(run, fresh), scale))
     return sorted(result, key=lambda harm: (harm.usual - harm.run) / harm.spread)
 
 
@@ -210,7 +124,7 @@ def _precision(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]
         return None
     layer = "layer_in_float32"
     where = f", and {harm.value_text(layer)} with that layer alone" if layer in harm.branches else ""
-    sentence = f"Precision: {harm.statement}, {harm.value_text(name)} {CHANGES[name].condition}{where}."
+    sentence = f"Precision: {harm.statement}, {harm.value_text(name)} {CHANGES[name].title}{where}."
     return Verdict("precision", sentence)
 
 
@@ -260,5 +174,5 @@ def _update(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -
     return Verdict(
         cause,
         f"{cause.capitalize()}: {harm.statement}, as on fresh batches ({harm.value_text('fresh')}), and "
-        f"{harm.value_text(best)} {CHANGES[best].condition}.",
+        f"{harm.value_text(best)} {CHANGES[best].title}.",
     )

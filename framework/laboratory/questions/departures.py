@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ...report import FoundRun, departure_text
-from ..trend import without_trend
+from ..usual_values import median_and_spread, without_trend
 
 WINDOW = 32
 SMALLEST_WINDOW = 16
@@ -92,17 +92,13 @@ def scores(values: np.ndarray, *, both: np.ndarray, window: int = WINDOW) -> np.
     quantities. A value that is not finite has an infinite z, and windows ignore it.
     """
     windows = without_trend(np.lib.stride_tricks.sliding_window_view(values, window, axis=1)[:, :-1])
+    middle, spread = median_and_spread(windows)
+    current = values[:, window:]
     with np.errstate(invalid="ignore"):
-        finite = np.where(np.isfinite(windows), windows, np.nan)
-        empty = np.isnan(finite).all(-1)
-        finite[empty] = 0.0
-        middle = np.nanmedian(finite, -1)
-        spread = 1.4826 * np.nanmedian(np.abs(finite - middle[..., None]), -1)
-        current = values[:, window:]
         # z = (x − median) / max(1.4826·median|x − median|, SMALLEST_SPREAD), shape (quantities, steps − window)
         z = (current - middle) / np.maximum(spread, SMALLEST_SPREAD)
     z = np.where(both[:, None], np.abs(z), z)
-    return np.where(empty, 0.0, np.where(np.isnan(current), 0.0, np.where(np.isfinite(current), z, np.inf)))
+    return np.where(np.isinf(middle), 0.0, np.where(np.isnan(current), 0.0, np.where(np.isfinite(current), z, np.inf)))
 
 
 def departures(history: History, step: int) -> tuple[list[Departure], str]:

@@ -11,7 +11,9 @@ from ...durable_files import plain_json, write_json
 from ...errors import UsageError
 from ...report import inspect_run
 from ...runs import EXPLANATION, REWINDS, DivergedError, Stretch
-from ..verdict import Harm, Verdict, harms, is_damaged_before, median_outcome, precision_verdict, verdict
+from ..effects import Harm
+from ..usual_values import median_outcome
+from ..verdict import Verdict, harms, is_damaged_before, precision_verdict, verdict
 from .departures import HISTORY, MOST_TESTED_STEPS, WINDOW, Departure, History, departures, read_history
 from .rows import Describe, ExplainedRow, measured_rows
 

@@ -16,7 +16,7 @@ from loopscope.laboratory.questions.departures import (
     departures,
     scores,
 )
-from loopscope.laboratory.trend import without_trend
+from loopscope.laboratory.usual_values import without_trend
 
 LENGTH = HISTORY + WINDOW + MOST_TESTED_STEPS
 

@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from loopscope.laboratory.verdict import harms, is_beyond, is_damaged_before, verdict
+from loopscope.laboratory.usual_values import is_beyond
+from loopscope.laboratory.verdict import harms, is_damaged_before, verdict
 
 GENERATOR = np.random.default_rng(0)
 USUAL = {"loss": [*GENERATOR.normal(1, 0.1, 200)], "effect": [*GENERATOR.normal(0, 0.01, 200)], "size": [1.0] * 200}
