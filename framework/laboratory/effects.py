@@ -60,6 +60,10 @@ class Harm:
         """Return the share that a branch removes, less the share that repeating the same step removes."""
         return self.removed_share(branch) - max(0.0, self.removed_share("as_it_was"))
 
+    def is_decisive(self, branch: str) -> bool:
+        """Return whether a branch removes the problem."""
+        return self.extra_removed_share(branch) >= DECISIVE_SHARE
+
     @property
     def statement(self) -> str:
         """The harm in words."""

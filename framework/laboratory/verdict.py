@@ -1,13 +1,13 @@
-"""Verdicts on the cause of a spike, from the branches of its step."""
+"""Verdicts of branches: the cause of a spike, and whether a change confirms or refutes the cause of a finding."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .changes import CHANGES
-from .effects import DECISIVE_SHARE, Harm
+from .changes import CHANGES, Change
+from .effects import DECISIVE_SHARE, Effect, Harm, Measure
 from .usual_values import (
     HARMFUL_SPREADS,
     LEVEL,
@@ -25,6 +25,7 @@ HARMFUL_RATIO = 1.5
 """The watched quantity must be this many times its largest earlier value, and its largest value on fresh batches."""
 UPDATES = ("usual_rate", "half_rate", "clipped", "fresh_state")
 """Branches on the same batch with another update; the first counts of those that remove as much."""
+VERDICTS = {True: "confirmed", False: "refuted", None: "inconclusive"}
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def _not_repeated(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[s
 
 def _precision(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     names = ("float32", "float64") if branch_values["low_precision"] else ("float64",)
-    if (name := next((name for name in names if harm.extra_removed_share(name) >= DECISIVE_SHARE), None)) is None:
+    if (name := next(filter(harm.is_decisive, names), None)) is None:
         return None
     layer = "layer_in_float32"
     where = f", and {harm.value_text(layer)} with that layer alone" if layer in harm.branches else ""
@@ -154,7 +155,7 @@ def _data(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> 
     if harm.by_chance > LEVEL or harm.extra_removed_share("fresh") < max(DECISIVE_SHARE, best_update - DATA_MARGIN):
         return None
     names = ""
-    if harm.extra_removed_share("without_rows") >= DECISIVE_SHARE:
+    if harm.is_decisive("without_rows"):
         names = f", and {harm.value_text('without_rows')} without {', '.join(rows)}"
     return Verdict(
         "data",
@@ -164,11 +165,9 @@ def _data(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> 
 
 
 def _update(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
-    best = max(UPDATES, key=harm.extra_removed_share)
     # The branch at the usual learning rate exists only if the learning rate is unusual at this step.
-    if harm.extra_removed_share("usual_rate") >= DECISIVE_SHARE:
-        best = "usual_rate"
-    if harm.extra_removed_share(best) < DECISIVE_SHARE:
+    best = "usual_rate" if harm.is_decisive("usual_rate") else max(UPDATES, key=harm.extra_removed_share)
+    if not harm.is_decisive(best):
         return None
     cause = CHANGES[best].cause
     return Verdict(
@@ -176,3 +175,77 @@ def _update(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -
         f"{cause.capitalize()}: {harm.statement}, as on fresh batches ({harm.value_text('fresh')}), and "
         f"{harm.value_text(best)} {CHANGES[best].title}.",
     )
+
+
+@dataclass(frozen=True)
+class ChangeTest:
+    """A change that was tried in branches of the training, each rolled back.
+
+    Args:
+        change: the change in words.
+        effect: the removed share of the rise of the loss, or (``of`` is ``"loss"``) its further fall as a share of it.
+        error: half the width of the 95 % interval around ``effect``.
+        null: the root mean square of the effects of unchanged branches.
+        branches: the number of changed branches, and of unchanged ones.
+        confirms: whether the change removes the problem; ``None`` if the branches cannot decide.
+        of: ``"rise"`` if the loss of the unchanged branches rises, else ``"loss"``.
+    """
+
+    change: str
+    effect: float
+    error: float
+    null: float
+    branches: int
+    confirms: bool | None
+    of: Measure = "rise"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the test as plain values."""
+        numbers = {name: _rounded(getattr(self, name)) for name in ("effect", "error", "null")}
+        counts = {"branches": self.branches, "confirms": self.confirms, "of": self.of}
+        return {"change": self.change, **numbers, **counts}
+
+    @property
+    def sentence(self) -> str:
+        """The test in one sentence."""
+        if self.of == "rise":
+            verb = "removes {} of the rise" if self.effect >= 0 else "adds {} to the rise"
+            verb = "removes more than the rise, {} of it," if self.effect > 1 else verb
+        else:
+            verb = "lowers the loss by a further {}" if self.effect >= 0 else "raises the loss by {}"
+        numbers = f"±{_percent(self.error)}, null {_percent(self.null)}, {self.branches} branches"
+        return f"{VERDICTS[self.confirms]}: {self.change} {verb.format(_percent(abs(self.effect)))} ({numbers})"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _percent(value: float) -> str:
+    """Return a share as a percentage of two digits."""
+    percentage = 100 * value
+    return f"{percentage:.0f} %" if percentage >= 10 or percentage == 0 else f"{percentage:.2g} %"
+
+
+def change_tests(
+    changes: Iterable[Change], effects: Mapping[str, Effect], branches: int, *, of_event: bool = False
+) -> Sequence[ChangeTest]:
+    """Return the tests of a finding from the effects of the changes, by name.
+
+    If a specific change removes the problem, smaller steps do not count as its cause, since they lessen any harm. If
+    the finding is about an event and the unchanged branches do not rise more than ordinary batches do by chance, they
+    do not repeat it, and nothing is decided.
+    """
+    pairs = [(item, effects[item.name]) for item in changes if item.name in effects]
+    verdicts = {item.name: effect.is_decisive(item.trivial_share, item.fall_factor) for item, effect in pairs}
+    # A learning rate that is too high by far is still too high after the change.
+    open_names = [item.name for item, effect in pairs if item.is_unspecific and effect.is_lost]
+    verdicts |= {name: verdicts[name] or None for name in open_names}
+    if of_event:
+        verdicts |= {item.name: None for item, effect in pairs if effect.measure == "loss" or not effect.is_unusual}
+    if any(verdicts[item.name] for item, _ in pairs if not item.is_unspecific):
+        verdicts |= {item.name: None for item, _ in pairs if item.is_unspecific and verdicts[item.name]}
+    return [
+        ChangeTest(item.words, effect.value, effect.error, effect.null, branches, verdicts[item.name], effect.measure)
+        for item, effect in pairs
+    ]

@@ -1,6 +1,6 @@
 """``loopscope rewind --explain``: retrains the steps before a spike, and the unusual step in branches."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ..effects import Harm
 from ..usual_values import median_outcome
 from ..verdict import Verdict, harms, is_damaged_before, precision_verdict, verdict
 from .departures import HISTORY, MOST_TESTED_STEPS, WINDOW, Departure, History, departures, read_history
+from .repeated_steps import TrainAgain, recorded_values
 from .rows import Describe, ExplainedRow, measured_rows
 
 HISTORY_HOOK, BRANCHES_HOOK = "step_history", "what_if"
@@ -27,8 +28,6 @@ WATCHED = {
 """Descriptions of the quantities that branches can measure on a batch."""
 MOST_TRIED = 4
 """Largest number of steps to run in branches before one of them shows a cause."""
-TrainAgain = Callable[[Stretch, str, Mapping[str, Any]], Path]
-"""Trains a stretch of the run again with one hook and its options, and returns the folder of its measurements."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def _judge(
     """Run a step in branches, and return the explanation that they give."""
     stretch = Stretch(where.step, min(where.step + 1, last), label=f"{label}/branches")
     folder = train_again(stretch, BRANCHES_HOOK, _options(history, where))
-    branch_values = read_branches(inspect_run(folder).points, where.step)
+    branch_values = _branch_values(folder, where.step)
     rows = measured_rows(branch_values["rows"], describe_row, branch_values["standing_out"])
     at_step, usual = _run_values(history, where)
     found_harms = harms(branch_values, at_step, usual, WATCHED.get(where.quantity, "").format(where.name))
@@ -188,16 +187,10 @@ def _options(history: History, where: Departure) -> dict[str, Any]:
     return options
 
 
-def read_branches(points: Sequence[Any], step: int) -> dict[str, Any]:
-    """Return the values that the branches hook recorded at a step and the next one, as nested dicts."""
-    values: dict[str, Any] = {"rows": {}, "loss": {}, "effect": {}, "later": {}, "standing_out": []}
-    for _, recorded_step, _, metric, value in points:
-        hook, *path = metric.split("/", 2)
-        if hook == BRANCHES_HOOK and recorded_step in (step, step + 1):
-            if len(path) == 1:
-                values[path[0]] = value
-            else:
-                values.setdefault(path[0], {})[path[1]] = value
+def _branch_values(folder: Path, step: int) -> dict[str, Any]:
+    """Return the values that the branches hook recorded at a step and the next one, by metric and branch."""
+    empty: dict[str, Any] = {"rows": {}, "loss": {}, "effect": {}, "later": {}, "standing_out": []}
+    values = empty | recorded_values(inspect_run(folder).points, BRANCHES_HOOK, (step, step + 1))
     if not values["loss"]:
         raise UsageError(f"Step {step} could not be repeated in branches: hook {BRANCHES_HOOK!r} recorded nothing.")
     return values

@@ -1,6 +1,6 @@
 """Tests of the findings about a recorded run: branches from the state before each finding's step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,9 @@ from ...errors import LoopscopeError
 from ...hooks import HookRegistry
 from ...report import inspect_run
 from ...runs import DivergedError, RunFolder, Stretch
+from .repeated_steps import TrainAgain, recorded_values
 from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests, trial_plans
 
-TrainAgain = Callable[[Stretch, str, Mapping[str, Any]], Path]
-"""Trains a stretch of the run again with one hook and its options, and returns the folder of its measurements."""
 MOST_REPEATED = 500
 """Steps that are trained again from the start of a run if no checkpoint precedes the branches."""
 
@@ -68,22 +67,10 @@ def _measure(train_again: TrainAgain, plan: TrialPlan, options: Mapping[str, Any
     """Return the measurements of the branches, or the reason why there are none."""
     stretch = Stretch(plan.step, plan.step, label=f"hypotheses_step_{plan.step}")
     try:
-        measured = read_measurements(inspect_run(train_again(stretch, HOOK, options)).points, plan.step)
+        folder = train_again(stretch, HOOK, options)
+        measured = recorded_values(inspect_run(folder).points, HOOK, (plan.step,))
     except DivergedError as error:
         return f"the same program does not reproduce the run. {str(error).rstrip('.')}"
     except LoopscopeError as error:
         return f"the run cannot be repeated from there. {str(error).rstrip('.')}"
     return measured or f"the hook {HOOK!r} recorded nothing at step {plan.step:,}"
-
-
-def read_measurements(points: Sequence[Any], step: int) -> dict[str, Any]:
-    """Return what the hook recorded at a step, as nested dicts; empty if it recorded nothing."""
-    values: dict[str, Any] = {}
-    for _, recorded_step, _, metric, value in points:
-        hook, *path = metric.split("/")
-        if hook == HOOK and recorded_step == step:
-            if len(path) == 1:
-                values[path[0]] = value
-            else:
-                values.setdefault(path[0], {})[path[1]] = value
-    return values

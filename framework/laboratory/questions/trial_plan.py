@@ -9,9 +9,9 @@ import numpy as np
 
 from ...doctor import Diagnosis, Finding, History, ranked
 from ...errors import listed
-from ..change_tests import ChangeTest, change_tests
 from ..changes import EVENTS, LEAD, SYMPTOMS, UNCHANGED, UNTESTABLE, Change, changes_for
 from ..effects import effect_of
+from ..verdict import ChangeTest, change_tests
 
 ODDS_FACTOR = 4.0
 """Factor by which a confirming test multiplies the odds of a finding's confidence, and a refuting one divides them."""

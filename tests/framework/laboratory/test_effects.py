@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from loopscope.doctor import Diagnosis, Finding, History
 from loopscope.laboratory import CHANGES, ChangeTest, effect_of
-from loopscope.laboratory.change_tests import change_tests
 from loopscope.laboratory.changes import changes_for
 from loopscope.laboratory.effects import null_effects
 from loopscope.laboratory.questions import diagnosis_with_tests, trial_plans
 from loopscope.laboratory.questions.trial_plan import with_tests
+from loopscope.laboratory.verdict import change_tests
 from loopscope.student_t import critical_t
 
 Luck = Callable[[np.random.Generator, int], np.ndarray]
