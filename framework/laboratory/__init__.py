@@ -1,7 +1,18 @@
 """The laboratory: changes of a training that branches try, the statistics of their effects, and the verdicts."""
 
-from .changes import BRANCH_TITLES, CHANGES, UNCHANGED, Change
+from .changes import CHANGES, UNCHANGED, Change
 from .effects import LARGEST_RISE, Effect, effect_of
+from .explained_step import FIELDS, Explanation
 from .verdict import ChangeTest
 
-__all__ = ["BRANCH_TITLES", "CHANGES", "LARGEST_RISE", "UNCHANGED", "Change", "ChangeTest", "Effect", "effect_of"]
+__all__ = [
+    "CHANGES",
+    "FIELDS",
+    "LARGEST_RISE",
+    "UNCHANGED",
+    "Change",
+    "ChangeTest",
+    "Effect",
+    "Explanation",
+    "effect_of",
+]

@@ -3,7 +3,6 @@
 from .comparison import compare_runs, differing_parts
 from .curves import read_curves
 from .diagnosis_section import diagnosis_words
-from .explanations import departure_text, removed_text
 from .run_index import FoundRun, find_runs, inspect_run, read_run
 from .page import MARK, page_of
 from .panels import elided, Look, Picture, hook_panels, hook_picture, matcher, metric_picture, run_labels
@@ -19,7 +18,6 @@ __all__ = [
     "Picture",
     "ShownRun",
     "compare_runs",
-    "departure_text",
     "diagnosis_words",
     "differing_parts",
     "elided",
@@ -36,7 +34,6 @@ __all__ = [
     "read_run",
     "read_runs",
     "read_shown",
-    "removed_text",
     "run_labels",
     "save_picture",
     "seeds_picture",

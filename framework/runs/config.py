@@ -3,7 +3,7 @@
 import math
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -221,7 +221,7 @@ def fits(value: Any, annotation: Any) -> bool:
         return any(type(value) is type(word) and value == word for word in get_args(annotation))
     if isinstance(value, bool) and origin in (int, float):
         return False
-    if is_typeddict(annotation):
+    if is_typeddict(annotation) or (is_dataclass(annotation) and isinstance(value, Mapping)):
         entries = get_type_hints(annotation).items()
         return isinstance(value, Mapping) and all(fits(value.get(name), of) for name, of in entries)
     if origin in (Mapping, dict) and get_args(annotation):
@@ -260,7 +260,7 @@ def describe_type(annotation: Any) -> str:
         return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
     if annotation in WORDS:
         return WORDS[annotation]
-    if is_typeddict(annotation):
+    if is_typeddict(annotation) or is_dataclass(annotation):
         return f"an object with {' and '.join(get_type_hints(annotation))}"
     if get_origin(annotation) is Mapping:
         return f"an object (each value {describe_type(get_args(annotation)[1])})"

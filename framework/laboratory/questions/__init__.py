@@ -1,6 +1,7 @@
 """The two questions to the laboratory: what caused a spike, and which change removes the problem of a finding."""
 
-from .explanation import Explanation, explain
+from ..explained_step import Explanation
+from .explanation import explain
 from .explanation_text import explanation_lines, row_table
 from .rows import rows_by_step
 from .run_trials import try_changes

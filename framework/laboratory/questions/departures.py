@@ -10,13 +10,12 @@ Bonferroni's factor for the number of tested steps.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
-from ...report import FoundRun, departure_text
+from ...report import FoundRun
+from ..explained_step import Departure
 from ..usual_values import median_and_spread, without_trend
 
 WINDOW = 32
@@ -42,33 +41,6 @@ TWO_SIDED = ("state",)
 
 History = Mapping[str, Mapping[int, float]]
 """The values of each quantity by step."""
-
-
-@dataclass(frozen=True)
-class Departure:
-    """A quantity that is unusual at a step, with its significance."""
-
-    step: int
-    quantity: str
-    """``lr``, ``copies`` of a row, ``loss``, ``effect`` (on the next loss), or by name ``output``, ``gradient``,
-    ``state``, ``update``."""
-    name: str
-    """The name of the parameter or, for outputs, of the layer (``logits`` for the model); empty for the loss."""
-    value: float
-    usual: float
-    """The median of the earlier steps."""
-    p: float
-    """The p-value of the step's rank, times the number of tested steps."""
-    comparisons: int
-    others: Sequence[str]
-    """Other unusual quantities of that step."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return departure_text(self.as_dict())
 
 
 def read_history(run: FoundRun, hook: str) -> dict[str, dict[int, float]]:

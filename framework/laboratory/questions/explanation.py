@@ -1,22 +1,23 @@
 """``loopscope rewind --explain``: retrains the steps before a spike, and the unusual step in branches."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...durable_files import plain_json, write_json
+from ...durable_files import write_json
 from ...errors import UsageError
 from ...report import inspect_run
 from ...runs import EXPLANATION, REWINDS, DivergedError, Stretch
 from ..effects import Harm
+from ..explained_step import Branch, Departure, Explanation
 from ..usual_values import median_outcome
 from ..verdict import Verdict, harms, is_damaged_before, precision_verdict, verdict
-from .departures import HISTORY, MOST_TESTED_STEPS, WINDOW, Departure, History, departures, read_history
+from .departures import HISTORY, MOST_TESTED_STEPS, WINDOW, History, departures, read_history
 from .repeated_steps import TrainAgain, recorded_values
-from .rows import Describe, ExplainedRow, measured_rows
+from .rows import Describe, measured_rows
 
 HISTORY_HOOK, BRANCHES_HOOK = "step_history", "what_if"
 WATCHED = {
@@ -28,46 +29,6 @@ WATCHED = {
 """Descriptions of the quantities that branches can measure on a batch."""
 MOST_TRIED = 4
 """Largest number of steps to run in branches before one of them shows a cause."""
-
-
-@dataclass(frozen=True)
-class Branch:
-    """A variant of the step; medians if it was run several times."""
-
-    name: str
-    times: int
-    loss: float | None
-    effect: float
-    later: float | None
-    removed: float | None = None
-    """The removed share of the harm."""
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The explanation of a step: departure, cause and verdict."""
-
-    step: int
-    """The step in question."""
-    cause: str | None
-    """data, step size, optimizer state, precision, fault or chance; ``None`` if inconclusive."""
-    verdict: str
-    where: Departure | None = None
-    rows: Sequence[ExplainedRow] = ()
-    branches: Sequence[Branch] = ()
-    left_out: Sequence[str] = ()
-    """The committing hooks, which are disabled in the branches."""
-    folder: Path | None = field(default=None, compare=False)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything but the folder as plain values."""
-        return dict(plain_json({name: value for name, value in asdict(self).items() if name != "folder"}))
-
-    @property
-    def outlier_rows(self) -> list[ExplainedRow]:
-        """The distinct rows that stand out, largest loss first."""
-        rows = {row.name: row for row in self.rows if row.stands_out}
-        return sorted(rows.values(), key=lambda row: -row.loss)
 
 
 def _undescribed(index: int) -> None:

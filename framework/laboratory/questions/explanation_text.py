@@ -1,14 +1,10 @@
 """Text output of explanations."""
 
-import math
 import textwrap
 from collections.abc import Iterator, Sequence
 
 from ...console import in_columns, number_text, printable
-from ...report import removed_text
-from ..changes import BRANCH_TITLES
-from .explanation import Branch, Explanation
-from .rows import ExplainedRow
+from ..explained_step import Branch, ExplainedRow, Explanation, by_loss
 
 MOST_ROWS = 5
 
@@ -39,7 +35,6 @@ def explanation_lines(explanation: Explanation, width: int) -> Iterator[str]:
 
 def row_table(rows: Sequence[ExplainedRow], width: int) -> Iterator[str]:
     """Yield a table of the rows with the largest losses."""
-    largest = sorted(rows, key=lambda row: -math.inf if math.isnan(row.loss) else -row.loss)
     table = [
         {
             "row": str(row.place if row.index is None else row.index),
@@ -47,7 +42,7 @@ def row_table(rows: Sequence[ExplainedRow], width: int) -> Iterator[str]:
             "gradient norm": number_text(row.gradient_norm),
             "is": "" if row.description is None else printable(" ".join(str(row.description).split())),
         }
-        for row in largest[:MOST_ROWS]
+        for row in by_loss(rows)[:MOST_ROWS]
     ]
     yield from in_columns(table, width, ("row", "is"))
 
@@ -56,7 +51,7 @@ def _row(branch: Branch) -> dict[str, str]:
     times = f" ({branch.times})" if branch.times > 1 else ""
     numbers = {"loss": branch.loss, "next losses": branch.effect, "later": branch.later}
     return {
-        "": BRANCH_TITLES.get(branch.name, branch.name) + times,
+        "": branch.title + times,
         **{name: "" if value is None else number_text(value) for name, value in numbers.items()},
-        "removed": removed_text(branch.removed),
+        "removed": branch.removed_text,
     }

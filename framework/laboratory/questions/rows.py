@@ -1,32 +1,14 @@
 """Measured rows of a step's batch, with their descriptions."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..explained_step import ExplainedRow
+
 Describe = Callable[[int], Any]
 """Returns an experiment's readable description of a row of its data set."""
-
-
-@dataclass(frozen=True)
-class ExplainedRow:
-    """A row of the batch of the step in question."""
-
-    index: int | None
-    """The row's index in the data set, if known."""
-    place: int
-    """The row's position in the batch."""
-    loss: float
-    gradient_norm: float
-    stands_out: bool = False
-    description: Any = None
-
-    @property
-    def name(self) -> str:
-        """The row's name in sentences."""
-        return f"row {self.index:,}" if self.index is not None else f"the row at place {self.place}"
 
 
 def measured_rows(
