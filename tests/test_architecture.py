@@ -84,7 +84,7 @@ EXCEPTIONS = {
     ("sinks/console.py", "console"),
     ("framework/__main__.py", "cli"),
     *(
-        (f"training_hooks/explaining/{name}.py", "laboratory")
+        (f"training_hooks/laboratory/{name}.py", "laboratory")
         for name in ("changed_steps", "hypothesis_test", "what_if")
     ),
 }

@@ -8,7 +8,7 @@ from .clipping import ClipOptions, EmbeddingProvenance, GradClip, OutputProjecti
 from .counterfactual import Counterfactual, CounterfactualValidator
 from .curvature import Hessian, LrProbe, Sharpness
 from .experts import MoeRouter
-from .explaining import HypothesisTest, StepHistory, WhatIf
+from .laboratory import HypothesisTest, StepHistory, WhatIf
 from .gradients import (
     BatchDynamics,
     Consecutive,

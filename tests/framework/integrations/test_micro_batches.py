@@ -8,7 +8,7 @@ import pytest
 import torch
 from loopscope.data import MicroBatches, SeparateBatches, micro_batches, part_of, rows
 from loopscope.training import TrainingTask
-from loopscope.training_hooks.explaining.rows import row_contents
+from loopscope.training_hooks.laboratory.rows import row_contents
 
 from tests.framework.integrations.hf_trainers import InOrder, Rows, attached, trainer
 from tests.support import RecordingSink

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from loopscope.training_hooks.explaining.wider_precision import Widened, widen_layer
+from loopscope.training_hooks.laboratory.wider_precision import Widened, widen_layer
 from torch import Tensor, nn
 
 

@@ -1,4 +1,4 @@
-"""Hooks that explain a step: the history of its quantities, variants of the step, and branches with one change."""
+"""Hooks of the laboratory: the history of all quantities, variants of one step, and branches with one change."""
 
 from .hypothesis_test import HypothesisTest
 from .step_history import StepHistory

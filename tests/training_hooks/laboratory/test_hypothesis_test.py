@@ -9,7 +9,7 @@ from loopscope.laboratory import effect_of
 from loopscope.loops import step_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
-from loopscope.training_hooks.explaining import HypothesisTest
+from loopscope.training_hooks.laboratory import HypothesisTest
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 

@@ -13,8 +13,8 @@ from loopscope.errors import UsageError
 from loopscope.report import inspect_run
 from loopscope.runs import RunOptions, Session
 from loopscope.sinks import JSONLSink
-from loopscope.training_hooks.explaining import WhatIf
-from loopscope.training_hooks.explaining.rows import exclude_shared_rows, outliers, repeated
+from loopscope.training_hooks.laboratory import WhatIf
+from loopscope.training_hooks.laboratory.rows import exclude_shared_rows, outliers, repeated
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.framework.laboratory.planted import (
