@@ -285,3 +285,12 @@ def test_every_change_names_known_findings():
     for item in CHANGES.values():
         assert item.findings <= known
     assert changes_for("dead-units") == []
+
+
+def test_every_change_belongs_to_a_question():
+    """A change has words if findings are tested with it, and a title if steps are repeated with it."""
+    from loopscope.training_hooks.laboratory.what_if import VARIANTS
+
+    assert {name for name, change in CHANGES.items() if change.title} == {*VARIANTS}
+    assert all(bool(change.words) == bool(change.findings) for change in CHANGES.values())
+    assert all(change.title or change.words for change in CHANGES.values())

@@ -129,6 +129,17 @@ def test_usual_rate_branch_matches_run(usual, tmp_path):
     assert usual[0]["effect"]["usual_rate"] == measured(tmp_path, Faster)["effect"]["run"]
 
 
+@own_process
+def test_changed_rate_follows_the_schedule(usual, tmp_path):
+    """After one step at 32 times the learning rate, the branch without it continues like the run without it."""
+
+    class Faster(Rates):
+        factor = 32.0
+
+    found = measured(tmp_path, Faster, what_if={"usual_rate": 1 / 32})
+    assert found["later"]["usual_rate"] == usual[0]["later"]["as_it_was"][0] != found["later"]["as_it_was"][0]
+
+
 @pytest.mark.slow
 @own_process
 def test_clipped_branch_matches_clipped_run(usual, tmp_path):
