@@ -20,7 +20,6 @@ SLOW_PAGES = (
     "counterfactuals.md",
     "low-precision-run.md",
     "low-precision.md",
-    "lowbit-lm.md",
     "notebook.md",
     "plotting.md",
     "report.md",
