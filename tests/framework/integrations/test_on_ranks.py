@@ -320,7 +320,7 @@ def test_hooks_are_neutral_for_all_reducer_settings(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_documented_script_runs_under_torchrun(tmp_path):
     """Only one rank prints and writes the record, and no parameter name has a module prefix."""
-    page = ROOT / "docs/custom-loop-many-processes.md"
+    page = ROOT / "docs/many-processes.md"
     (script,) = [block.text for block in blocks(page) if block.file == "train.py"]
     (tmp_path / "train.py").write_text(script)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"]
