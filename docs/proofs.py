@@ -39,9 +39,9 @@ class Proof:
 
 
 def promises(page: Path = GUARANTEES) -> dict[str, str]:
-    """Return the text of each promise by its name, in the order of the page, from the rows that link to this page."""
-    rows = re.findall(r"^\| (.+?) \[Tests\]\(proofs\.md#([\w-]+)\)", page.read_text(encoding="utf-8"), re.M)
-    return {name: text for text, name in rows}
+    """Return the text of each promise by its name, in the order of the page; the name is the anchor of its title."""
+    rows = re.findall(r"^\| (\*\*(.+?)\.\*\*.*?) \|", page.read_text(encoding="utf-8"), re.M)
+    return {title.lower().replace(" ", "-"): text for text, title in rows}
 
 
 def proofs(folder: Path = TESTS) -> list[Proof]:
@@ -114,7 +114,7 @@ def page(guarantees: Path = GUARANTEES, folder: Path = TESTS) -> str:
     for name, text in texts.items():
         rows = [row(proof) for proof in tests if name in proof.promises]
         if not rows:
-            raise ValueError(f"No test has the marker guarantee({name!r}), which docs/guarantees.md links to.")
+            raise ValueError(f"No test has the marker guarantee({name!r}), which docs/guarantees.md promises.")
         lines += [f"## {name}", "", text, "", *table(("test", "what it shows", "tier"), rows), ""]
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ One small model with the same batches and optimizer in other frameworks, without
 the CPU time of a step minus that of a bare loop's step, ± half the interquartile range. *A callback of all events*
 does nothing at each of them. *Three callbacks* read the loss, the learning rate and the norm of all gradients after
 every step, and the framework logs them. The last two columns were measured: short trainings with dropout, compared bit
-for bit with trainings without the callback. The write uses `.data`, after every step; [limits](limits.md)
+for bit with trainings without the callback. The write uses `.data`, after every step; [guarantees](guarantees.md#observers-change-nothing)
 lists the calls in which a single write is not detected. Composer is excluded, because it pins an older torch (0.32.1:
 below 2.7.1). The second table lists the costs of further features, in each framework's own way, on the model of the
 quick preset.

@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs.markdown import ROOT
 
-PAGES = ("limits", "custom-loop", "trainers", "faq", "checkpoints", "rewind")
+PAGES = ("guarantees", "custom-loop", "trainers", "faq", "checkpoints", "rewind")
 FOLDERS = ("framework", "training_hooks", "sinks", "experiments")
 SHORTEST = 7
 """Characters of the shortest piece of a message that counts."""
