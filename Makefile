@@ -147,13 +147,13 @@ fastai:
 	test -x .venv-fastai/bin/python || $(PYTHON) -m venv .venv-fastai
 	.venv-fastai/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[fastai]'
 
-# Trains every trainer and loop of docs/trainer-matrix.md with hooks and without; ARGS=--write renews the table. The
+# Trains every trainer and loop with hooks and without; ARGS=--write renews the table in docs/data and its summary. The
 # environment is separate because timm needs a torchvision that matches torch's build.
 matrix: .venv-trainers/.installed
 	.venv-trainers/bin/python -m tests.trainer_matrix $(ARGS)
 
-# Trains every case of docs/zoo.md, with a planted fault or healthy, and compares the doctor's findings with the cause;
-# ARGS=--write renews the page.
+# Trains every case of the zoo, with a planted fault or healthy, and compares the doctor's findings with the cause;
+# ARGS=--write renews the table in docs/data and its summary.
 zoo: $(STAMP)
 	$(BIN)/python -m tests.zoo $(ARGS)
 

@@ -1,4 +1,7 @@
-"""MkDocs hooks of `make site`: the start page begins with README.md; links to files outside the site become text."""
+"""MkDocs hooks of `make site`: the start page begins with README.md, and long pages are added to their summaries.
+
+Links to files outside the site become text.
+"""
 
 import posixpath
 import re
@@ -10,6 +13,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from docs.long_pages import PAGES, full_pages
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
@@ -28,8 +33,10 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> None:
-    """Add the changelog."""
+    """Add the changelog, and the long pages, of which only summaries are committed."""
     files.append(File.generated(config, OUTSIDE["CHANGELOG.md"], abs_src_path=str(ROOT / "CHANGELOG.md")))
+    for name, text in full_pages().items():
+        files.append(File.generated(config, f"full/{name}.md", content=text))
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
@@ -39,7 +46,9 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
         page.meta["search"] = {"boost": 0.1}
     if place == OUTSIDE["CHANGELOG.md"]:
         return convert_links(markdown, "CHANGELOG.md", place)
-    text = convert_links(markdown, f"docs/{place}", place)
+    if place.removesuffix(".md") in PAGES:
+        markdown += f"\n[{PAGES[place.removesuffix('.md')].title}](full/{place})\n"
+    text = convert_links(markdown, f"docs/{place.removeprefix('full/')}", place)
     if place != OUTSIDE["README.md"]:
         return text
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from tests.benchmarks.others.extras import as_they_do_them, read_rows, written_r
 from tests.benchmarks.others.frameworks import BARE, FRAMEWORKS, Framework, installed
 from tests.benchmarks.others.prices import KINDS, Side
 from tests.benchmarks.others.work import THREE_VALUES, Asked, Data, Seen, TurnsOfData, Work, bare_steps, batches_of
-from tests.benchmarks.report import page, renewed
+from tests.benchmarks.report import data, full_page, renewed
 from tests.benchmarks.rows import MICROSECONDS, Effort, Row
 from tests.benchmarks.subjects import small_mlp
 from tests.benchmarks.timing import Spread
@@ -127,7 +127,7 @@ def test_page_begins_with_side_by_side_table():
     side = Side("Ignite", dict.fromkeys(KINDS, Spread(3e-4, 2e-4, 1e-5)), "memory", "other weights", "not noticed")
     row = Row("Clipping", "nothing", MICROSECONDS, Spread(2e-6, 1e-6, 5e-7))
     rows = {title: [row] for title, _ in BENCHMARKS.values()} | {"Side by side": [side, row], "On a GPU": []}
-    text = page(rows)
+    text = full_page(data(rows))
     first = text.index("## Side by side")
     assert text.index("## ") == first
     assert text.index("| Ignite") < text.index("| Clipping") < text.index("## The loop")
@@ -138,13 +138,13 @@ def test_page_begins_with_side_by_side_table():
 def test_remeasured_section_replaces_only_itself():
     """A new section is inserted in order; one from another machine states it."""
     row = Row("Clipping", "nothing", MICROSECONDS, Spread(2e-6, 1e-6, 5e-7))
-    old_page = page({"Clipping": [row], "Sinks": [row], "Memory": [row]})
+    old = data({"Clipping": [row], "Sinks": [row], "Memory": [row]})
     now = {"Sinks": [Row("Sinking", "nothing", MICROSECONDS, Spread(3e-6, 1e-6, 5e-7))]}
     order = ["Clipping", "Displays", "Sinks", "Memory"]
-    assert renewed(old_page, now, order) == page({"Clipping": [row], **now, "Memory": [row]})
+    assert renewed(old, now, order) == data({"Clipping": [row], **now, "Memory": [row]})
     new = {"Displays": [row]}
-    assert renewed(old_page, new, order) == page({"Clipping": [row], **new, "Sinks": [row], "Memory": [row]})
-    elsewhere = renewed(old_page.replace("cores", "boxes"), now, order)
+    assert renewed(old, new, order) == data({"Clipping": [row], **new, "Sinks": [row], "Memory": [row]})
+    elsewhere = renewed(old.replace("cores", "boxes"), now, order)
     assert elsewhere.count("boxes") == elsewhere.count("This section: measured on") == 1
 
 

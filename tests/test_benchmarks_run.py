@@ -14,7 +14,7 @@ from loopscope.training_hooks.clipping import GradClip
 from tests.benchmarks import tied_cost
 from tests.benchmarks.__main__ import BENCHMARKS
 from tests.benchmarks.memory_cost import BARE, HOOKS, MUTATING, measure, memory_rows
-from tests.benchmarks.report import misses, page
+from tests.benchmarks.report import data, misses
 from tests.benchmarks.rows import MICROSECONDS, PER_SECOND, Effort, Row
 from tests.benchmarks.subjects import Subject, bare_steps, mod_arithmetic
 from tests.benchmarks.tied_memory import peak_of_tensors
@@ -122,12 +122,12 @@ def test_neighbours_are_compared_block_by_block():
 
 
 def test_row_passes_up_to_its_limit():
-    """The page and the list of misses show the result."""
+    """The table and the list of misses show the result."""
     row = Row("A call", "nothing", MICROSECONDS, Spread(2e-6, 1e-6, 5e-7), 2e-6)
     rows = {"Calls": [row, replace(row, figure="Another", bar=1e-6), replace(row, figure="A third", bar=None)]}
     assert [each.result for each in rows["Calls"]] == ["pass", "miss", ""]
     assert misses(rows) == "1 of 2 bars met; missed: Another"
-    assert "| A call  | nothing |   2.0 µs | 1.0 µs | 0.5 µs | ≤ 2.0 µs | pass   |" in page(rows)
+    assert "| A call  | nothing |   2.0 µs | 1.0 µs | 0.5 µs | ≤ 2.0 µs | pass   |" in data(rows)
 
 
 @pytest.mark.parametrize(("rate", "result"), [(3.0, "pass"), (2.0, "pass"), (1.0, "miss")])

@@ -1,1 +1,1 @@
-"""Benchmarks of loopscope: ``python -m tests.benchmarks`` writes docs/benchmarks.md."""
+"""Benchmarks of loopscope: ``python -m tests.benchmarks`` writes docs/data/benchmarks.txt."""

@@ -1,4 +1,4 @@
-"""Command that writes docs/benchmarks.md; ``--only NAME`` measures a part, ``--write`` updates it on the page."""
+"""Command that writes docs/data/benchmarks.txt; ``--only NAME`` measures a part, ``--write`` updates it there."""
 
 import argparse
 import sys
@@ -34,7 +34,7 @@ from tests.benchmarks.others.extras import as_they_do_them, watch
 from tests.benchmarks.overflow_cost import counting, hypothetical_casts
 from tests.benchmarks.ranks_cost import agreements_and_copies
 from tests.benchmarks.real_size_cost import real_sizes, real_sizes_on_ranks
-from tests.benchmarks.report import environment, misses, page, renewed, table
+from tests.benchmarks.report import data, environment, misses, renewed, table
 from tests.benchmarks.rewind_cost import rewinds
 from tests.benchmarks.row_cost import bytes_of_rows, known_data, recorded_rows
 from tests.benchmarks.rows import Effort, Shown
@@ -43,7 +43,7 @@ from tests.benchmarks.smoothing_cost import fires, smoothing
 from tests.benchmarks.tied_cost import hooks_on_the_tied_matrix, loop_without_hooks, start
 from tests.benchmarks.tied_memory import extra_memory
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+DATA = Path(__file__).parents[2] / "docs" / "data" / "benchmarks.txt"
 BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Shown]]]]] = {
     "others": ("Side by side", (side_by_side, as_they_do_them, watch)),
     "loop": ("The loop", (loop_cost,)),
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), metavar="NAME")
     parser.add_argument("--share", type=float, default=1.0, help="part of the repetitions, for a quick look")
-    parser.add_argument("--write", action="store_true", help="put what was measured in its place on the page")
+    parser.add_argument("--write", action="store_true", help="put what was measured in its place in the file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     say(environment())
@@ -90,12 +90,12 @@ def main(arguments: Sequence[str]) -> None:
     }
     say(f"\n{misses(rows)}, in {time.perf_counter() - begin:.0f} s.")
     if set(options.only) == set(BENCHMARKS) and options.share >= 1:
-        PAGE.write_text(page(rows), encoding="utf-8")
-        say(f"Written to {PAGE}.")
+        DATA.write_text(data(rows), encoding="utf-8")
+        say(f"Written to {DATA}.")
     elif options.write and options.share >= 1:
         order = [title for title, _ in BENCHMARKS.values()]
-        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), rows, order), encoding="utf-8")
-        say(f"Renewed in {PAGE}.")
+        DATA.write_text(renewed(DATA.read_text(encoding="utf-8"), rows, order), encoding="utf-8")
+        say(f"Renewed in {DATA}.")
 
 
 def measured(title: str, parts: Sequence[Callable[[Effort], Iterator[Shown]]], share: float) -> list[Shown]:

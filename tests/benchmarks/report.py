@@ -1,4 +1,4 @@
-"""Writer of docs/benchmarks.md: tables, environment and method."""
+"""Writer of docs/data/benchmarks.txt, the measured tables, and of the page that the site makes of them."""
 
 import os
 import platform
@@ -8,23 +8,18 @@ from pathlib import Path
 
 import torch
 
+from docs.generate import today
 from tests.benchmarks.rows import Shown
-
-HEADING = """# Benchmarks
-
-Costs of loopscope relative to the same work without it. `make bench` writes this page.
-
-"""
 
 SIDE_BY_SIDE = """\
 One small model with the same batches and optimizer in other frameworks, without progress bars, logs and checkpoints:
 the CPU time of a step minus that of a bare loop's step, ± half the interquartile range. *A callback of all events*
 does nothing at each of them. *Three callbacks* read the loss, the learning rate and the norm of all gradients after
 every step, and the framework logs them. The last two columns were measured: short trainings with dropout, compared bit
-for bit with trainings without the callback. The write uses `.data`, after every step; [guarantees](guarantees.md#observers-change-nothing)
-lists the calls in which a single write is not detected. Composer is excluded, because it pins an older torch (0.32.1:
-below 2.7.1). The second table lists the costs of further features, in each framework's own way, on the model of the
-quick preset.
+for bit with trainings without the callback. The write uses `.data`, after every step;
+[guarantees](guarantees.md#observers-change-nothing) lists the calls in which a single write is not detected.
+Composer is excluded, because it pins an older torch (0.32.1: below 2.7.1). The second table lists the costs of further
+features, in each framework's own way, on the model of the quick preset.
 
 """
 INTRODUCTIONS = {"Side by side": SIDE_BY_SIDE}
@@ -147,36 +142,42 @@ METHOD = """
 """
 
 
-def page(rows: Mapping[str, Sequence[Shown]]) -> str:
-    """Return the text of docs/benchmarks.md."""
-    tables = [section(title, part) for title, part in rows.items()]
-    return HEADING + environment() + "\n\n" + "\n".join(tables) + METHOD
+def data(rows: Mapping[str, Sequence[Shown]]) -> str:
+    """Return the text of docs/data/benchmarks.txt."""
+    return environment() + "\n\n" + "\n".join(section(title, part) for title, part in rows.items())
 
 
 def section(title: str, part: Sequence[Shown], note: str = "") -> str:
-    """Return the text of one section of the page; ``note`` is a paragraph before its tables."""
+    """Return the text of one section; ``note`` is a paragraph before its tables."""
     paragraph = f"{note}\n\n" if note else ""
-    return f"## {title}\n\n{paragraph}{INTRODUCTIONS.get(title, '')}{table(part) or WITHOUT_ROWS[title]}\n"
+    return f"## {title}\n\n{paragraph}{table(part) or WITHOUT_ROWS[title]}\n"
 
 
 def renewed(text: str, rows: Mapping[str, Sequence[Shown]], order: Sequence[str]) -> str:
-    """Return the page with some sections measured again, and the current description of the method.
+    """Return the text of the file with some sections measured again.
 
-    ``order`` has the titles of all sections. A section that was measured in another environment than the page states
-    its own.
+    ``order`` has the titles of all sections. A section that was measured on another day or in another environment than
+    the file states its own.
     """
     begin = text.index("## ")
     note = "" if environment() in text[:begin] else f"This section: {environment()[0].lower()}{environment()[1:]}"
-    old = text[begin : text.index(METHOD[:30])].split("## ")[1:]
+    old = text[begin:].split("## ")[1:]
     parts = {part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in old}
     parts |= {title: section(title, part, note) for title, part in rows.items()}
-    return text[:begin] + "\n".join(parts[title] for title in sorted(parts, key=order.index)) + METHOD
+    return text[:begin] + "\n".join(parts[title] for title in sorted(parts, key=order.index))
+
+
+def full_page(text: str) -> str:
+    """Return the page of the site without its title: the measured tables with introductions, and the method."""
+    for title, introduction in INTRODUCTIONS.items():
+        text = text.replace(f"## {title}\n", f"## {title}\n\n{introduction.rstrip()}\n")
+    return text + METHOD
 
 
 def environment() -> str:
-    """Return the environment of the measurements, as a sentence."""
+    """Return the date and the environment of the measurements, as a sentence."""
     return (
-        f"Measured on {processor()}, {os.cpu_count()} cores, with Python {platform.python_version()}, "
+        f"Measured on {today()} on {processor()}, {os.cpu_count()} cores, with Python {platform.python_version()}, "
         f"torch {torch.__version__}, {torch.get_num_threads()} thread."
     )
 

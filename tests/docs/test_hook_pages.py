@@ -60,15 +60,15 @@ def test_every_hook_states_what_it_assumes(hook: type[TrainingHook]) -> None:
     assert any(paragraph.startswith("Assumes ") for paragraph in generate.documentation(hook)[1].split("\n\n"))
 
 
-def test_hook_cost_is_read_from_benchmarks_page(tmp_path) -> None:
+def test_hook_cost_is_read_from_benchmarks(tmp_path) -> None:
     """Only the table under the heading Each hook counts."""
-    page = tmp_path / "benchmarks.md"
-    page.write_text(
+    data = tmp_path / "benchmarks.txt"
+    data.write_text(
         "# B\n\n## Hooks\n\n| x | y | 9.00 ms |\n\n## Each hook\n\n"
         "| Figure | Against | Measured |\n| --- | --- | ---: |\n"
         "| norms | 1.0 calls | 2.50 ms | 2 ms |\n\n## How\n\n| late | z | 1.00 ms | |\n"
     )
-    assert generate.measured_costs(page) == {"norms": "2.50 ms a call; 1.0 calls"}
+    assert generate.measured_costs(data) == {"norms": "2.50 ms a call; 1.0 calls"}
 
 
 def test_cells_of_the_index_are_short() -> None:

@@ -16,7 +16,7 @@ from tests.docs.markdown import ROOT, table_with, tables
 PAGE = ROOT / "docs/faq.md"
 TEXT = " ".join(PAGE.read_text(encoding="utf-8").split())
 COSTS = {row["what"]: row for row in table_with(PAGE, "what", "cost", "row")}
-BENCHMARKS = [row for table in tables(ROOT / "docs/benchmarks.md") for row in table if "Measured" in row]
+BENCHMARKS = [row for table in tables(ROOT / "docs/data/benchmarks.txt") for row in table if "Measured" in row]
 
 
 @pytest.mark.parametrize("what", COSTS)
@@ -40,7 +40,7 @@ def test_versions_are_those_of_the_constraints() -> None:
 
 
 def test_named_models_are_those_of_the_table() -> None:
-    (heading,) = re.findall(r"^\| hook \|(.*)\|$", (ROOT / "docs/real-models.md").read_text("utf-8"), re.M)
+    (heading,) = re.findall(r"^\| hook \|(.*)\|$", (ROOT / "docs/data/real-models.txt").read_text("utf-8"), re.M)
     models = {cell.split(",")[0].strip() for cell in heading.split("|")}
     (row,) = re.findall(r"\| (GPT-2, [^|]*) \|", TEXT)
     assert set(re.findall(r"GPT-\w+|[A-Z][\w-]+", row)) == models

@@ -37,9 +37,11 @@ def test_program_of_the_readme_prints_its_sample(tmp_path: Path, monkeypatch, ca
 
 
 def test_costs_of_the_readme_are_measured() -> None:
-    """The page of benchmarks has the share of a step and of the memory."""
+    """The benchmarks have the share of a step and of the memory."""
     rows = [
-        line for line in (ROOT / "docs/benchmarks.md").read_text("utf-8").splitlines() if "GPT of 4 x 512, " in line
+        line
+        for line in (ROOT / "docs/data/benchmarks.txt").read_text("utf-8").splitlines()
+        if "GPT of 4 x 512, " in line
     ]
     texts = {
         name: next(line for line in rows if line.startswith(f"| health, {name} "))

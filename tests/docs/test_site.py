@@ -17,6 +17,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 from docs import roles, site
+from docs.long_pages import PAGES as PAGES_IN_FULL
 from tests.docs.markdown import PAGES, ROOT
 from tests.support.processes import own_process
 
@@ -56,6 +57,15 @@ def test_no_page_fetches_anything_from_the_network(built: Path) -> None:
     assert "http" not in "".join(
         re.findall(r"(?:url\(|@import)[^;)]*", "".join(path.read_text() for path in built.rglob("*.css")))
     )
+
+
+def test_site_has_long_pages_with_their_tables(built: Path) -> None:
+    """The table of contents leads to them, and their summaries link to them."""
+    for name, page in PAGES_IN_FULL.items():
+        shown = (built / f"full/{name}.html").read_text(encoding="utf-8")
+        assert page.title in shown
+        assert not re.search(r"<p>(?:(?!</p>).)*\n(- |\| )", shown, re.S), name
+        assert f'href="full/{name}.html"' in (built / f"{name}.html").read_text(encoding="utf-8")
 
 
 def test_links_out_of_the_docs_are_text() -> None:

@@ -1,4 +1,4 @@
-"""Command that trains the rows of the matrix and prints the table; ``--write`` writes docs/trainer-matrix.md."""
+"""Command that trains the rows of the matrix and prints the table; ``--write`` writes docs/data/trainer-matrix.txt."""
 
 import argparse
 import platform
@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
+from docs import long_pages
+from docs.generate import today
 from tests.trainer_matrix.outcome import Outcome, outcome
 from tests.trainer_matrix.table import ROWS
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainer-matrix.md"
+DATA = Path(__file__).parents[2] / "docs" / "data" / "trainer-matrix.txt"
 HEAD = "| configuration | versions | steps | hooks | result |\n|---|---|---|---|---|\n"
-START, END = "<!-- table -->\n", "<!-- end of table -->"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only rows whose name contains a text")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of rows that train at the same time")
     parser.add_argument("--list", action="store_true", help="print the names of the rows and end")
-    parser.add_argument("--write", action="store_true", help="write the table of all rows to docs/trainer-matrix.md")
+    parser.add_argument("--write", action="store_true", help="write the table of all rows to docs/data")
     chosen = parser.parse_args(arguments)
     rows = [row for name, row in ROWS.items() if not chosen.only or any(text in f"{name}:" for text in chosen.only)]
     if chosen.list:
@@ -38,7 +39,9 @@ def main(arguments: Sequence[str]) -> int:
             write(line(result))
     write(f"\n{summary(outcomes)}\n")
     if chosen.write:
-        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), outcomes), encoding="utf-8")
+        table = HEAD + "".join(map(line, outcomes))
+        DATA.write_text(f"Trained on {today()}.\n\n{summary(outcomes)}\n\n{table}", encoding="utf-8")
+        long_pages.write()
     return int(not all(result.is_accepted for result in outcomes))
 
 
@@ -56,14 +59,6 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     )
     counts = ", ".join(f"{count} × {kind}" for kind, count in kinds.most_common())
     return f"{len(outcomes)} rows: {counts}. torch {torch.__version__}, Python {platform.python_version()}."
-
-
-def page(text: str, outcomes: Sequence[Outcome]) -> str:
-    """Return the text of the page with a new table."""
-    before, _, rest = text.partition(START)
-    after = rest.partition(END)[2]
-    table = "".join([HEAD, *map(line, outcomes)])
-    return f"{before}{START}\n{summary(outcomes)}\n\n{table}\n{END}{after}"
 
 
 def write(text: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.docs.markdown import ROOT
-from tests.trainer_matrix.__main__ import PAGE, line
+from tests.trainer_matrix.__main__ import DATA, line
 from tests.trainer_matrix.attaching import AttachNothing
 from tests.trainer_matrix.digests import Digests, Recorder, digest
 from tests.trainer_matrix.outcome import Outcome, compared, first_difference, outcome
@@ -128,9 +128,9 @@ def test_missing_packages_are_reported() -> None:
     assert line(outcome(row)).startswith("| a: b | no-such-package  |")
 
 
-def test_page_lists_every_row() -> None:
+def test_table_has_every_row() -> None:
     """A new row needs ``make matrix ARGS=--write``."""
-    text = PAGE.read_text(encoding="utf-8")
+    text = DATA.read_text(encoding="utf-8")
     assert [name for name in ROWS if f"| {name} |" not in text and f"| {name}, " not in text] == []
 
 

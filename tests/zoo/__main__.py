@@ -1,4 +1,4 @@
-"""Command that trains the cases of the zoo and prints the table; ``--write`` writes docs/zoo.md."""
+"""Command that trains the cases of the zoo and prints the table; ``--write`` writes docs/data/zoo.txt."""
 
 import argparse
 import os
@@ -10,8 +10,9 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
+from docs import long_pages
 from tests.zoo.case import Case
-from tests.zoo.outcome import PAGE, Outcome, outcome_of, recorded_outcome
+from tests.zoo.outcome import DATA, Outcome, outcome_of, recorded_outcome
 from tests.zoo.page import page
 from tests.zoo.table import HEAD, chosen_cases, line, summary
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the records in this folder")
     parser.add_argument("--records", type=Path, metavar="FOLDER", help="diagnose the records in this folder again")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
-    parser.add_argument("--write", action="store_true", help="write the table of all cases to docs/zoo.md")
+    parser.add_argument("--write", action="store_true", help="write the table of all cases to docs/data/zoo.txt")
     chosen = parser.parse_args(arguments)
     cases = [case for case in chosen_cases(chosen.only) if chosen.kind in (None, case.kind)]
     if chosen.list:
@@ -41,7 +42,8 @@ def main(arguments: Sequence[str]) -> int:
         f"with {sum(outcome.seconds for outcome in outcomes):.0f} seconds of processor time for the trainings.\n"
     )
     if chosen.write:
-        PAGE.write_text(page(outcomes), encoding="utf-8")
+        DATA.write_text(page(outcomes), encoding="utf-8")
+        long_pages.write()
     return int(any(outcome.result == "error" for outcome in outcomes))
 
 

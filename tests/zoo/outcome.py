@@ -21,8 +21,8 @@ from tests.zoo.case import CASES, Case
 from tests.zoo.recorder import Recorder
 
 Result = Literal["first", "among three", "later", "missed", "wrong cause", "not shown", "clean", "false alarm", "error"]
-PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
-"""The page with the outcomes of all cases."""
+DATA = Path(__file__).parents[2] / "docs" / "data" / "zoo.txt"
+"""The file with the outcomes of all cases."""
 SHOWN = 3
 """Findings in the table of a case."""
 LOSSES = ("training_checks/loss", "training_metrics/loss")

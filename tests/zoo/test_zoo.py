@@ -11,7 +11,7 @@ from tests.docs.markdown import ROOT
 from tests.zoo.case import CASES, Case
 from tests.zoo.faults import data, loops, parameters, rates
 from tests.zoo.healthy import unusual, usual
-from tests.zoo.outcome import PAGE, check_same_findings, median_losses, result_of, train
+from tests.zoo.outcome import DATA, check_same_findings, median_losses, result_of, train
 
 MODULES = (data, loops, parameters, rates, unusual, usual)
 STEPS = 60
@@ -84,8 +84,8 @@ def test_zoo_has_enough_cases() -> None:
     assert min(kinds.count("fault"), kinds.count("healthy")) >= 36
 
 
-def test_page_lists_every_case() -> None:
-    text = PAGE.read_text(encoding="utf-8")
+def test_table_has_every_case() -> None:
+    text = DATA.read_text(encoding="utf-8")
     assert [name for name in CASES if f"`{name}`" not in text] == []
 
 

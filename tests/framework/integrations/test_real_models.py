@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 
 from docs import real_models
 from docs.real_models import EVERYTHING, MODELS, TREATMENTS, Trained, loss_of, samples, trained
+from tests.docs.markdown import ROOT
 from tests.framework.integrations.real_trainings import (
     NAMES,
     STEPS,
@@ -82,14 +83,14 @@ def test_nonfinite_metrics_are_documented(name: str) -> None:
 
 @pytest.mark.slow
 def test_docs_table_lists_actual_outcomes() -> None:
-    """The page on real models equals the generated one, and every reason is a sentence."""
+    """The table of real models equals the generated one, and every reason is a sentence."""
     assert TREATMENTS.keys() == {hook.name for hook in HookRegistry if hook_kind(hook) == "committing"}
     outcomes = {name: {hook: treated(name, hook) for hook in TREATMENTS} for name in MODELS}
     said = {name: real_models.hook_reasons(watched(name), outcomes[name]) for name in MODELS}
     assert all(why.endswith(".") for each in said.values() for why in each.values() if why)
-    text = real_models.page(said)
+    text = real_models.data_table(said)
     assert "no metrics" not in text
-    assert real_models.PAGE.read_text(encoding="utf-8") == text, "docs/real-models.md is stale: run make docs"
+    assert text in real_models.DATA.read_text(encoding="utf-8"), "docs/data/real-models.txt is stale: run make docs"
 
 
 @torch.no_grad()
@@ -128,7 +129,8 @@ def test_gradient_flow_matches_layer_output_gradients(name: str) -> None:
 def test_documented_pattern_finds_resnet_layers() -> None:
     pattern = "resnet.encoder.stages.*.layers.*"
     found = find_chains(real_models.build_model("ResNet"), pattern)
-    assert (f"`{pattern}`" in real_models.INTRO, len(found[pattern])) == (True, 4)
+    page = (ROOT / "docs/real-models.md").read_text(encoding="utf-8")
+    assert (f"`{pattern}`" in page, len(found[pattern])) == (True, 4)
 
 
 @LANGUAGE
