@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from loopscope.engine import HookManager
-from loopscope.experiments.mod_arithmetic.model import Attention
+from loopscope.experiments.mod_arithmetic.model import SelfAttention
 from loopscope.hooks import TrainingHook
 from loopscope.lowbit import MetisOptions, Recipe, quantize_model
 from loopscope.state import TrainingState
@@ -51,7 +51,7 @@ class OddTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(TOKENS, 4)
-        self.blocks = nn.ModuleList(Attention(4, 2) for _ in range(2))
+        self.blocks = nn.ModuleList(SelfAttention(4, 2) for _ in range(2))
         self.dropout = nn.Dropout(0.2)
         self.decoder = nn.Linear(4, TOKENS, bias=False)
         self.decoder.weight = self.embedding.weight
