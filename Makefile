@@ -19,7 +19,7 @@ QUICK := not slow and not statistical and not process and not ranks and not comp
 # do not depend on the host.
 QUICK_LIMIT := $(if $(CI),2,1)
 
-.PHONY: pictures types run fast longer fast-oldest fast-newest fast-matrix test slow coverage dist oracle oracle-update shape lint docs site bench fastai matrix xla zoo clean
+.PHONY: pictures types run fast fast-oldest fast-newest fast-matrix test slow coverage dist oracle oracle-update shape lint docs site bench fastai matrix xla zoo clean
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
@@ -27,17 +27,10 @@ run: $(STAMP)
 	$(BIN)/loopscope report output/mod_arithmetic/stride output/mod_arithmetic/target \
 		--out output/mod_arithmetic/report.html --overwrite
 
-# Three tiers of tests. Quick tests start no processes; the markers in pyproject.toml list what the others start.
-# LONGER lists the quick tests that take over a tenth of a second: 11 % of them, and half of their time.
-LONGER := tests/longer_tests.txt
+# Three tiers of tests. Quick tests start no processes; the markers in pyproject.toml list what the others start. The
+# marker longer leaves out a tenth of them, and half of their time; ARGS=--durations=30 shows the longest of the rest.
 fast: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(QUICK)" --leave-out $(LONGER) --quick-limit $(QUICK_LIMIT) $(ARGS)
-
-# Writes that list; run it on a machine without other work.
-longer: $(STAMP)
-	rm -f $(LONGER)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(QUICK)" --list-longer $(LONGER)
-	LC_ALL=C sort -o $(LONGER) $(LONGER)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(QUICK) and not longer" --quick-limit $(QUICK_LIMIT) $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)

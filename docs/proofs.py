@@ -13,8 +13,8 @@ DOCS = Path(__file__).parent
 GUARANTEES = DOCS / "guarantees.md"
 TESTS = DOCS.parent / "tests"
 SLOW = {"slow", "statistical"}
-NOT_QUICK = {"process", "ranks", "compile", "browser", "trainer", "gpu", "xla", "fake_device"}
-"""Markers of tests that start more than a function; the Makefile excludes them from its quick tests."""
+NOT_QUICK = {"process", "ranks", "compile", "browser", "trainer", "gpu", "xla", "fake_device", "longer"}
+"""Markers of tests that take longer or start more than a function; ``make fast`` leaves them out."""
 MARKING = {"own_process": "process", "on_fake_device": "process"}
 """Decorators of the tests that add a marker, each with the marker."""
 

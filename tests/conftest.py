@@ -48,15 +48,12 @@ guard.install()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options for quick tests that ``make fast`` and ``make longer`` set."""
+    """Add the option for quick tests that ``make fast`` sets."""
     parser.addoption("--quick-limit", type=float, help="fail quick tests that take more seconds of processor time")
-    parser.addoption("--leave-out", type=Path, help="leave out the tests that this file lists")
-    parser.addoption("--list-longer", type=Path, help="append the names of longer quick tests to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     guard.quick_limit = config.option.quick_limit
-    guard.list_of_longer = config.option.list_longer
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -95,17 +92,8 @@ def _markers(value: object) -> set[str]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the rows slow that ``some_rows`` leaves out or ``slow_rows`` names, and leave out the listed tests."""
-    _mark_slow_rows(items)
-    if config.option.leave_out is not None:
-        listed = set(config.option.leave_out.read_text(encoding="utf-8").splitlines())
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in listed])
-        items[:] = [item for item in items if item.nodeid not in listed]
-
-
-def _mark_slow_rows(items: list[pytest.Item]) -> None:
-    """Mark rows slow; those that are slow already do not count as rows."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the rows slow that ``some_rows`` leaves out or ``slow_rows`` names; slow ones do not count as rows."""
     numbers: Counter[str] = Counter()
     for item in items:
         named = item.get_closest_marker("slow_rows")

@@ -169,6 +169,7 @@ def crossing() -> Iterator[tuple[Import, str]]:
             yield found_import, target
 
 
+@pytest.mark.longer
 def test_imports_point_down() -> None:
     upward_imports = []
     for found_import, target in crossing():
@@ -201,6 +202,7 @@ def test_top_level_folders_are_independent() -> None:
     assert outside == set()
 
 
+@pytest.mark.longer
 def test_imports_use_package_interfaces() -> None:
     """Only a package itself may import its inner files; other code imports from the package."""
     violations = []
@@ -211,6 +213,7 @@ def test_imports_use_package_interfaces() -> None:
     assert not violations
 
 
+@pytest.mark.longer
 def test_interfaces_export_only_names_used_outside() -> None:
     """An interface exports only names that other rooms, tests or docs use."""
     text = "\n".join(
@@ -256,6 +259,7 @@ def test_files_have_no_import_cycles() -> None:
     TopologicalSorter(below).prepare()  # raises CycleError with the cycle
 
 
+@pytest.mark.longer
 def test_one_file_fires_hook_points() -> None:
     firing = {
         file
@@ -266,6 +270,7 @@ def test_one_file_fires_hook_points() -> None:
     assert firing == {"framework/engine/driver.py"}
 
 
+@pytest.mark.longer
 def test_tensor_files_are_handled_in_one_place() -> None:
     """Only this file prevents torch's warnings from being mistaken for damage."""
     calls = {

@@ -148,6 +148,7 @@ def test_remeasured_section_replaces_only_itself():
     assert elsewhere.count("boxes") == elsewhere.count("This section: measured on") == 1
 
 
+@pytest.mark.longer
 def test_gpu_rows_are_measurable_on_cpu():
     """Six rows have finite numbers."""
     rows = list(on_device(torch.device("cpu"), LOOK, {"eager": None}))

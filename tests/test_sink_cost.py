@@ -54,6 +54,7 @@ def test_the_csv_logger_writes_every_number(load, tmp_path):
     assert sorted(float(row[name]) for row in rows for name in row if name != "step") == expected(load)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @WRITTEN
 @pytest.mark.skipif("SummaryWriter" not in dict(installed()), reason="SummaryWriter is in the extra 'bench'")

@@ -227,6 +227,7 @@ def assert_one_line(errors: str, pattern: str) -> None:
     assert len(errors.splitlines()) == 1, errors
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize("broken", [*RUNS, *CHANGES], ids=str)
 def test_raising_hook_is_reported_in_one_line(broken, answer, tmp_path) -> None:

@@ -81,6 +81,7 @@ def trained(way: str, folder=None, **options) -> Net:
     return model
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize(
@@ -102,6 +103,7 @@ def test_groups_serve_computed_weights(way: str, group: str, tmp_path) -> None:
     assert all(torch.equal(value, bare[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("way", WAYS)
 def test_starting_a_run_computes_no_weights(way: str, tmp_path) -> None:

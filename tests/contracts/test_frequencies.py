@@ -11,6 +11,8 @@ from loopscope.hooks import HookPoint
 from tests.support import LOOPS, Case, SpyHook, at, differences, train
 from tests.support.processes import own_process
 
+pytestmark = pytest.mark.longer
+
 PERIODS = (1, 3, 7)
 EPOCHS = 21
 REPORTED = {"loop/epoch_loss", "loop/running_loss", "loop/running_steps"}  # the mean loss since it was last logged

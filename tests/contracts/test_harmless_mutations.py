@@ -16,6 +16,8 @@ from tests.contracts.test_misbehaving_hooks import MisbehavingObserver, Misbehav
 from tests.support import Case, SpyHook, assert_same_bytes, at, train
 from tests.support.misbehaving_hooks import MUTATIONS, Scene
 
+pytestmark = pytest.mark.longer
+
 CASE = Case()
 REVERTED_MUTATIONS: dict[str, Callable[[Scene], object]] = {}
 do_nothing = lambda *args, **options: None

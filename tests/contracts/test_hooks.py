@@ -145,6 +145,7 @@ def test_pairs_and_all_hooks_together_meet_every_case():
     assert {case for name in QUIET for case in always_on(name)} == {*CASES}
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("observers-change-nothing")
 @every_length
 @every_hook_and_case(QUIET)
@@ -294,6 +295,7 @@ def test_committing_hook_changes_only_declared_parts(name, case, steps):
     assert treatments(run.manager.hooks) == {name: tuple(sorted(part.value for part in hook.commits))}
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("commits-are-declared")
 @every_hook_and_case(COMMITTING)
 def test_committing_hooks_apply_in_the_order_named(name, case):

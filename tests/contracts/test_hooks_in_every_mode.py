@@ -141,6 +141,7 @@ def test_a_committing_hook_leaves_the_weights_finite(mode: str, loop: str, name:
     assert all(parameter.isfinite().all() for parameter in trained.task.model.parameters())
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("loop", LOOPS)
 def test_float16_run_skips_some_steps(loop: str) -> None:
     """The float16 run of these tests skips at least one step, but not all of them."""

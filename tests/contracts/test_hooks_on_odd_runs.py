@@ -121,6 +121,7 @@ def refused(name: str, odd: Odd) -> bool:
     return bool(sentence)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("observers-change-nothing")
 @every_hook_and_row(QUIET)
@@ -138,6 +139,7 @@ def mutate_temporarily(run_ctx: Any, model_ctx: Any) -> None:
     model_ctx.compute_batch_gradients(run_ctx.batch_data)
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("commits-are-declared")
 @every_hook_and_row(COMMITTING)
 def test_committing_hook_changes_only_declared_state(name: str, odd: Odd) -> None:

@@ -122,6 +122,7 @@ def assert_saved_states_intact(run: Run) -> None:
         assert [differences(intact[step], saved) for step, saved in run.saved] == [[]] * len(run.saved)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("interventions-are-undone")
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -189,6 +190,7 @@ def test_no_intervention_leaves_a_trace(names, where, case, raises):
     assert_no_trace(names, where, case, raises=raises)
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("observers-change-nothing")
 @FEW
 @given(st.sampled_from([MisbehavingObserver, MisbehavingReader]), mutations, points, cases, st.booleans())
@@ -296,6 +298,7 @@ def checkpointed(mutator: MisbehavingHook, **options) -> Run:
     return train_with(mutator, CASE, checkpoint_every=1, save=lambda run: RunState(run.manager).take(), **options)
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("name", sorted(HARMLESS))
 def test_draws_outside_dispatch_have_no_effect(name):
@@ -305,6 +308,7 @@ def test_draws_outside_dispatch_have_no_effect(name):
     assert mutator.done > 4
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("method", sorted(METHODS_OUTSIDE_DISPATCH))
 @pytest.mark.parametrize("name", ["write_through_data", "edit_the_learning_rate", "leave_a_forward_hook"])

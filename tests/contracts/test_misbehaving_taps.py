@@ -100,6 +100,7 @@ def every_kind_of_tap(names: set[str], *, always: set[str]) -> pytest.MarkDecora
     return pytest.mark.parametrize(("kind", "name"), rows)
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("observers-change-nothing")
 @every_kind_of_tap(MUTATIONS.keys() - DETECTED_BY_TRIPWIRE, always=set())
 def test_misbehaving_tap_is_harmless_or_caught_by_audit(kind, name):
@@ -121,6 +122,7 @@ REVERSIBLE = [
 ]
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize("name", REVERSIBLE)
 def test_mutations_of_a_raising_tap_are_undone(name):
@@ -166,6 +168,7 @@ class Rewriting(MisbehavingTap):
         self.scene.parameter.mul_(1)
 
 
+@pytest.mark.longer
 def test_tap_rewriting_equal_bytes_raises_no_alarm():
     """A tap writes the bytes of a weight back at each of 18 calls, and the run is unchanged."""
     mutator = Rewriting([])

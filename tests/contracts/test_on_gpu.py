@@ -19,6 +19,7 @@ from tests.support.waits import count_waits
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{HEALTH}"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+    pytest.mark.longer,
 ]
 TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32, "epochs": 2}
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -48,6 +48,7 @@ def commit_and_raise(run_ctx, model_ctx):
     raise Mishap("after committing")
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("point", STEP_POINTS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,6 +67,7 @@ def stop_here(ctx):
     raise Mishap("here")
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("point", [*STEP_POINTS, HookPoint.SNAPSHOT])
 @every_case
@@ -76,6 +78,7 @@ def test_half_finished_intervention_leaves_bare_run_state(case, point):
     assert differences(stopped_run.final, run.final) == []
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("kind", KINDS)
 @every_case
@@ -98,6 +101,7 @@ def test_skip_rolls_back_raising_intervention(case):
     assert_same_bytes(run, case)
 
 
+@pytest.mark.longer
 @every_case
 def test_commits_of_raising_hook_are_not_applied(case):
     """In skip mode, a hook that raises after committing leaves the result of the bare run."""
@@ -107,6 +111,7 @@ def test_commits_of_raising_hook_are_not_applied(case):
     assert len(run.manager.hooks.failures.errors) == 1
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @every_case
 def test_commits_of_other_hooks_survive_a_raise(case):
@@ -178,6 +183,7 @@ def train_with_mutation(kind, name, error, **options):
         return train(Case(), [kind(act)], length=2, introduce=introduce, **{"audit": True, **options})
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize(("kind", "audit"), [(MisbehavingObserver, False), (MisbehavingReader, True)])
@@ -208,6 +214,7 @@ def test_hook_on_parameter_is_removed_after_raise():
     assert run.digests == train(Case(), length=2, audit=False).digests
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize("kind", KINDS)

@@ -28,6 +28,7 @@ def test_every_option_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         assert documented_options() >= set(re.findall(r"^ +(--[a-z0-9-]+)", capsys.readouterr().out, re.M))
 
 
+@pytest.mark.longer
 def test_printed_config_can_be_run(tmp_path: Path, monkeypatch, capsys) -> None:
     """The output of --print-config is accepted by --config."""
     monkeypatch.chdir(tmp_path)

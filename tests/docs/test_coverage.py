@@ -12,6 +12,7 @@ STORED = json.loads(coverage.TABLE.read_text(encoding="utf-8"))
 HEAVY_TAILS = ", heavy-tailed rows"
 
 
+@pytest.mark.longer
 def test_stored_table_has_all_rows():
     """A few simulations give the same rows as the stored table, which are from at least 500."""
     assert STORED["trials"] >= 500

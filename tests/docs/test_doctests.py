@@ -28,6 +28,7 @@ def test_docstring_examples_print_their_output(folder: str) -> None:
         assert doctest.testmod(import_module(name)).failed == 0, name
 
 
+@pytest.mark.longer
 def test_docstrings_have_examples() -> None:
     examples = [
         example for name in MODULES for example in doctest.DocTestFinder().find(import_module(name)) if example.examples

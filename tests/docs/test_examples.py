@@ -79,6 +79,7 @@ def test_lightning_keeps_its_weights(tmp_path: Path) -> None:
     assert {"training_metrics/evaluation", "norms/total_grad_norm"} <= metrics
 
 
+@pytest.mark.longer
 def test_first_program_on_custom_loops_prints_its_sample(tmp_path: Path, monkeypatch, capsys) -> None:
     shown = blocks(ROOT / "docs/custom-loop.md")
     program = next(block.text for block in shown if block.language == "python")

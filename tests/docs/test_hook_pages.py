@@ -107,6 +107,7 @@ def test_every_picture_has_a_program() -> None:
     assert drawn <= {hook.name for hook in generate.shipped_hooks()}
 
 
+@pytest.mark.longer
 def test_write_adds_updates_and_removes_pages(tmp_path) -> None:
     (tmp_path / "gone.md").write_text("a hook that is no more")
     (tmp_path / "norms.md").write_text("stale")

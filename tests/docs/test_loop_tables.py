@@ -68,6 +68,7 @@ def test_the_table_has_every_field(loop: str) -> None:
     assert sorted(table_of(loop)) == FIELDS
 
 
+@pytest.mark.longer
 @pytest.mark.slow_rows("epoch-True", "epoch-False")
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("loop", LOOPS)
@@ -91,6 +92,7 @@ def test_field_error_points_match_documented_table() -> None:
         assert {point.name for point in points} == there, name
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("loop", LOOPS)
 def test_table_conditions_occur_and_do_not_occur(loop: str) -> None:
     """The runs contain steps that meet each condition of the table and steps that do not."""

@@ -266,6 +266,7 @@ def gradient(tokens: Path, strategy: str) -> torch.Tensor:
     )
 
 
+@pytest.mark.longer
 def test_finer_casts_give_more_accurate_first_gradient(tokens: Path) -> None:
     """Relative errors are ordered fp8, fp4_block, nvfp4, fp4_direct."""
     exact = gradient(tokens, "fp32")

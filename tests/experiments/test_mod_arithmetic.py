@@ -44,6 +44,7 @@ def epoch_of(runner: ModArithmeticRunner, strategy: str, epoch: int = 0) -> Tens
 # Pairs
 
 
+@pytest.mark.longer
 @given(p=st.integers(2, 40), share=st.floats(0.01, 0.99), seed=st.integers(0, 2**63 - 1))
 @settings(deadline=None, max_examples=50)
 def test_train_and_test_pairs_are_disjoint(p: int, share: float, seed: int) -> None:
@@ -72,6 +73,7 @@ def test_pairs_are_drawn_uniformly() -> None:
     assert ((counts / draws - share).abs() < 5 * math.sqrt(share * (1 - share) / draws)).all()
 
 
+@pytest.mark.longer
 def test_drawing_paper_pairs_is_cheap() -> None:
     """Drawing 1.3 million pairs modulo 9973 takes less than 5 seconds and 200 MB."""
     tracemalloc.start()
@@ -103,6 +105,7 @@ def test_evaluation_sets_are_train_and_test_pairs() -> None:
 # Orders
 
 
+@pytest.mark.longer
 @given(
     strategy=st.sampled_from(STRATEGIES),
     p=st.integers(2, 40),
@@ -192,6 +195,7 @@ def test_every_strategy_runs_with_hooks_through_the_command(strategy: str, tmp_p
         assert f'"{hook}/' in record
 
 
+@pytest.mark.longer
 def test_all_runs_every_strategy(tmp_path: Path) -> None:
     words = [word for name, value in (TINY | {"epochs": 1}).items() for word in (f"--{name}", str(value))]
     where = ["--strategy", "all", "--output-dir", str(tmp_path), "--no-console-output"]

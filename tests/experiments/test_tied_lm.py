@@ -43,6 +43,7 @@ def test_strategies_have_the_same_data_and_initial_weights() -> None:
             assert torch.equal(built[0].loader.batch(number)[0], task.loader.batch(number)[0])
 
 
+@pytest.mark.longer
 def test_command_trains_and_compares_all_strategies(tmp_path: Path, capsys: Any) -> None:
     assert run(tmp_path) == 0
     shown = capsys.readouterr().out
@@ -98,6 +99,7 @@ def test_bad_input_is_one_sentence_and_status_2(
     assert BAD[words] in sentence
 
 
+@pytest.mark.longer
 def test_token_files_are_trained_on_without_a_sample(tmp_path: Path) -> None:
     tokens = np.random.default_rng(1).integers(0, 300, 2000).astype("<u2")
     tokens.tofile(tmp_path / "tokens.bin")

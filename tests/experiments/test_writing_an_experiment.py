@@ -59,6 +59,7 @@ def test_documented_commands_run_with_hooks(saved: Path, monkeypatch, capsys) ->
     assert all(record.metrics["norms/total_grad_norm"] > 0 for record in records)
 
 
+@pytest.mark.longer
 def test_audited_interventions_leave_final_weights_unchanged(saved: Path, monkeypatch) -> None:
     """The weight files of the runs with and without two audited interventions are identical."""
     run = "python spirals.py run spirals --strategy outwards --epochs 2 --points 64 --no-console-output --output-dir"

@@ -112,6 +112,7 @@ def test_previous_gradients_precede_commits(loop, treatments):
     assert all(equal(previous, step) for previous, step in zip(seen[1:], log.steps[:-1], strict=True))
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_previous_gradients_are_kept_only_for_due_steps(loop):
@@ -148,6 +149,7 @@ def restoring_hook(points: set[HookPoint], results: list) -> ActingHook:
     return at(ActingHook, HookPoint.PRE_EPOCH, *points)(act)
 
 
+@pytest.mark.longer
 def test_intervention_can_restore_pre_epoch_state():
     """The restore works at POST_EPOCH and SNAPSHOT, and the bytes of the run are unchanged."""
     results: list = []
@@ -212,6 +214,7 @@ def test_stopped_run_stays_stopped(loop):
     assert state.loop.step == step < 6
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_split_run_dispatches_like_a_whole_run(loop):

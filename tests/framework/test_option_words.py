@@ -109,6 +109,7 @@ def test_attached_hook_names_its_option_in_python(hook: str, tmp_path: Path) -> 
     assert REQUESTED[hook] in steps(tmp_path, hooks=[hook], length=1, loop="step", display="none")
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("group", ["full", "observers", "interventions"])
 def test_attached_groups_report_no_command_line_options(group: str, tmp_path: Path, capsys) -> None:
     """The reasons for which hooks are left out reach users of Python."""

@@ -43,6 +43,7 @@ def train(out, **options) -> int:
     return scope._attached.driver.loop.step
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("category", GENERAL)
 def test_notices_do_not_end_training(tmp_path, category):
     """Hooks that are left out, and alerts, are reported under a general filter; the training continues."""
@@ -52,6 +53,7 @@ def test_notices_do_not_end_training(tmp_path, category):
     assert len((tmp_path / "run" / "alerts.jsonl").read_text().splitlines()) >= 3
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("category", GENERAL)
 def test_failed_sink_does_not_end_training(tmp_path, monkeypatch, category):
     """A sink that fails is reported as a warning under a general filter."""

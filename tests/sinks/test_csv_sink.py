@@ -66,6 +66,7 @@ def cells(path):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.longer
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(emits(PLACES.map(store_place)), max_size=4))
 def test_every_row_is_read_back_as_emitted(tmp_path, all_emits):
@@ -78,6 +79,7 @@ def test_every_row_is_read_back_as_emitted(tmp_path, all_emits):
     assert found == [row for emit in all_emits for row in expected_rows(emit)]
 
 
+@pytest.mark.longer
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(series_in_step(PLACES.map(store_place)), max_size=4))
 def test_aligned_series_round_trip_as_rows(tmp_path, flushes):
@@ -88,6 +90,7 @@ def test_aligned_series_round_trip_as_rows(tmp_path, flushes):
     assert found == [row for emit in all_emits for row in expected_rows(emit)]
 
 
+@pytest.mark.longer
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(emits(PLACES.map(store_place)), max_size=3))
 def test_any_csv_reader_can_read_the_file(tmp_path, all_emits):
@@ -194,6 +197,7 @@ def test_series_with_the_same_steps_share_a_row(tmp_path):
     assert (second["step"], second["h/norm"], second["h/loss"]) == ("5", "9", "")
 
 
+@pytest.mark.longer
 def test_long_series_cell_is_read_back(tmp_path):
     """The reader does not change the field size limit of the csv module."""
     limit = csv.field_size_limit()

@@ -18,6 +18,7 @@ FILES = {
 }
 
 
+@pytest.mark.longer
 @needs_full_device
 @pytest.mark.parametrize("sink_class", FILES)
 def test_full_disk_disables_only_the_sink(tmp_path, sink_class, monkeypatch):

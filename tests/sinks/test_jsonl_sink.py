@@ -22,6 +22,7 @@ def written(folder, *calls):
     return folder / "only.jsonl"
 
 
+@pytest.mark.longer
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(emits(NAMES), max_size=4))
 def test_emits_are_read_back_exactly(tmp_path, all_emits):
@@ -42,6 +43,7 @@ def test_line_contains_position_then_metrics(tmp_path):
     assert path.read_text() == '{"epoch":3,"step":7,"hook_point":"POST_EPOCH","b/y":0.1,"a/x":{"k":[1,2]}}\n'
 
 
+@pytest.mark.longer
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.one_of(st.dictionaries(NAMES, NUMBERS, max_size=6), st.dictionaries(NAMES, VALUES, max_size=3)))
 def test_value_lines_match_json_module(tmp_path, metrics):
@@ -51,6 +53,7 @@ def test_value_lines_match_json_module(tmp_path, metrics):
     assert path.read_text() == json.dumps(line, separators=(",", ":")) + "\n"
 
 
+@pytest.mark.longer
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(series_in_step(NAMES))
 def test_series_lines_match_json_module(tmp_path, metrics):

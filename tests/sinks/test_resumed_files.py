@@ -44,6 +44,7 @@ def content(path):
     return [(step, value.SerializeToString()) for step, value in values(path) if "_hparams_" not in value.tag]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("sink_class", FILES)
 @settings(deadline=None, max_examples=25)
 @given(data=st.data(), rows=st.lists(emits(NAMES), max_size=6))
@@ -65,6 +66,7 @@ def test_resumed_file_matches_uninterrupted_file(sink_class, data, rows):
         assert path.stat().st_size == (whole / FILES[sink_class]).stat().st_size
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("sink_class", FILES)
 @settings(deadline=None, max_examples=30)
 @given(data=st.data(), rows=st.lists(emits(NAMES), min_size=1, max_size=3))
@@ -143,6 +145,7 @@ def test_altered_event_length_is_refused(tmp_path):
     assert path.read_bytes() == damaged
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("sink_class", FILES)
 @settings(deadline=None, max_examples=30)

@@ -144,6 +144,7 @@ def test_emit_outside_a_strategy_raises(sink_class, tmp_path, closed):
         sink.emit({"h/x": 1.0}, 0, HookPoint.POST_EPOCH, step=1)
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("loop", list(LOOPS))
 def test_sink_does_not_change_the_run(sink_class, tmp_path, loop, capsys):
@@ -153,6 +154,7 @@ def test_sink_does_not_change_the_run(sink_class, tmp_path, loop, capsys):
     assert produced(tmp_path, capsys)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("method", ["set_run_context", "emit", "flush", "close"])

@@ -134,4 +134,4 @@ class SinkStates(RuleBasedStateMachine):
 
 
 SinkStates.TestCase.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
-TestSinkStates = SinkStates.TestCase
+TestSinkStates = pytest.mark.longer(SinkStates.TestCase)

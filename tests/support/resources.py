@@ -3,8 +3,8 @@
 A test that starts a process, ranks or the compiler carries the marker of that resource. Without it the start raises,
 and the test fails even if the code under test catches the exception. All other tests are quick tests, whose processor
 time ``--quick-limit`` bounds (``make fast`` passes it). Neither shared fixtures nor a test that is the first in its
-process to import a library count towards the limit. ``--list-longer`` lists the quick tests above :data:`LONGER`
-seconds (``make longer``), which ``make fast`` leaves out.
+process to import a library count towards the limit. Tests of more than a tenth of a second carry the marker ``longer``,
+and ``make fast`` leaves them out.
 """
 
 import functools
@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +27,6 @@ RESOURCES = {"process": {"process", "ranks", "compile", "browser"}, "ranks": {"r
 """The guarded resources and the markers that allow them: ranks are processes; compilers and browsers start them."""
 UNTIMED = {"process", "ranks", "compile", "browser", "trainer", "statistical"} | EXEMPT
 """Markers whose tests may take longer than a quick one."""
-LONGER = 0.1
-"""Seconds of processor time from which a quick test is a longer one; a tenth of the limit, since hosts differ."""
 FIRST_IMPORT = 10
 """The number of modules imported by a test above which its time is not limited, because later tests benefit."""
 
@@ -43,9 +40,6 @@ class ResourceGuard:
     def __init__(self) -> None:
         self.quick_limit: float | None = None
         """Seconds of processor time that a quick test may take; None for no limit."""
-        self.list_of_longer: Path | None = None
-        """The file to which the names of longer tests are appended."""
-        self._name = ""
         self._markers: set[str] | None = None
         self._refused: list[str] = []
         self._started = self._uncounted = 0.0
@@ -62,7 +56,7 @@ class ResourceGuard:
 
     def begin(self, item: pytest.Item) -> None:
         """Start to check a test against its markers, from its set-up on."""
-        self._name, self._markers = item.nodeid, {marker.name for marker in item.iter_markers()}
+        self._markers = {marker.name for marker in item.iter_markers()}
         self._refused, self._uncounted = [], 0.0
         self._watch_dynamo()
         self._imported = len(sys.modules)
@@ -75,9 +69,6 @@ class ResourceGuard:
         if self._refused:
             pytest.fail(self._refused[0], pytrace=False)
         is_timed = not markers & UNTIMED and len(sys.modules) - self._imported < FIRST_IMPORT
-        if is_timed and self.list_of_longer is not None and seconds > LONGER:
-            with self.list_of_longer.open("a", encoding="utf-8") as file:
-                file.write(self._name + "\n")
         if is_timed and self.quick_limit is not None and seconds > self.quick_limit:
             pytest.fail(
                 f"This quick test took {seconds:.1f} s of processor time; the limit is {self.quick_limit:g} s. "

@@ -63,6 +63,7 @@ def run(task: TrainingTask, state: TrainingState, case: Case, path: Path | None 
     return without_on_demand(state.digest())
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_resumed_run_matches_uninterrupted_run(case: Case, tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def test_planted_difference_is_found_at_first_step(change, pair, capfd) -> None:
     assert f"The runs differ at step {first} (epoch {first // 3}), first in {PLANTED[change]}." in said
 
 
+@pytest.mark.longer
 def test_one_changed_bit_or_type_is_detected(finished: Path) -> None:
     newest = open_checkpoint(next(checkpoint_folders(finished / "checkpoints")))
     for change, name in PLANTED.items():
@@ -127,6 +128,7 @@ def test_values_are_compared_bit_for_bit() -> None:
     assert differing_entries(content(True), content(1)) == ["b"]
 
 
+@pytest.mark.longer
 def test_runs_differing_only_in_hooks_are_equal(pair, tmp_path: Path, capfd) -> None:
     """The diff lists the hooks of both runs and reports that the runs are the same."""
     hooks = ["consecutive", "batch_dynamics", "training_diagnostics"]

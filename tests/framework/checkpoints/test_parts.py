@@ -122,6 +122,7 @@ def trained(path: Path | None = None) -> dict[str, int]:
     return without_on_demand(state.digest())
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("resumed-runs-are-identical")
 def test_resumed_run_restores_module_attributes(tmp_path: Path) -> None:
     """Plain attributes, enums, deques and shared objects match those of the uninterrupted run."""

@@ -117,6 +117,7 @@ def assert_the_same(folder: Path, whole: Path) -> None:
 # Resuming
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize(
@@ -131,6 +132,7 @@ def test_resumed_run_matches_uninterrupted_run(runner, step: int, whole, tmp_pat
     assert_the_same(tmp_path / "killed", whole[runner])
 
 
+@pytest.mark.longer
 def test_resume_does_not_warn_about_scheduler_order(whole, tmp_path: Path) -> None:
     """The only messages of a resume at the end of an epoch are about the lock and an option of a hook."""
     options = {**OPTIONS, "checkpoint_every_steps": STEPS_PER_EPOCH}
@@ -142,6 +144,7 @@ def test_resume_does_not_warn_about_scheduler_order(whole, tmp_path: Path) -> No
     assert_the_same(tmp_path / "killed", whole[Small])
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("named", [False, True])
 def test_overwritten_weights_remain_the_reference_after_resume(named: bool, tmp_path: Path) -> None:
@@ -163,6 +166,7 @@ def test_overwritten_weights_remain_the_reference_after_resume(named: bool, tmp_
     assert not (folder / "plain_reference.pt").exists()
 
 
+@pytest.mark.longer
 def test_finished_strategy_is_left_unchanged_without_warnings(tmp_path: Path) -> None:
     """Resuming trains the strategies that remain."""
     session(tmp_path, strategies=["plain"]).run()
@@ -174,6 +178,7 @@ def test_finished_strategy_is_left_unchanged_without_warnings(tmp_path: Path) ->
     assert read_json(tmp_path / "small/other-order/summary.json")["status"] == "completed"
 
 
+@pytest.mark.longer
 def test_resume_without_checkpoint_restarts_with_a_warning(tmp_path: Path, whole) -> None:
     """The restarted run matches the uninterrupted run."""
     options = {**OPTIONS, "checkpoint_every_steps": 0}
@@ -182,6 +187,7 @@ def test_resume_without_checkpoint_restarts_with_a_warning(tmp_path: Path, whole
     assert_the_same(tmp_path / "killed", whole[Small])
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("resumed-runs-are-identical")
 def test_failed_hook_stays_disabled_after_resume(tmp_path: Path) -> None:
     """The rows it wrote before the failure and its error record stay in the run."""
@@ -197,6 +203,7 @@ def test_failed_hook_stays_disabled_after_resume(tmp_path: Path) -> None:
     assert [(error["hook"], error["step"]) for error in errors] == [("stumbling", 5)]
 
 
+@pytest.mark.longer
 def test_hook_left_out_late_stays_out(tmp_path: Path) -> None:
     """After a resume, the reason is still in hooks_left_out."""
 
@@ -226,6 +233,7 @@ def test_hook_left_out_late_stays_out(tmp_path: Path) -> None:
     assert "late" in read_json(folder_of(tmp_path / "killed", Watched) / "summary.json")["hooks_left_out"]
 
 
+@pytest.mark.longer
 def test_changed_observers_are_reported_and_run_is_unchanged(killed: Path, whole) -> None:
     """Resuming with other observers warns, and the final weights are those of the uninterrupted run."""
     (folder_of(killed) / "plain.csv").unlink()  # its columns depend on the hooks
@@ -235,6 +243,7 @@ def test_changed_observers_are_reported_and_run_is_unchanged(killed: Path, whole
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.mark.longer
 def test_new_pre_epoch_hook_starts_at_next_epoch(tmp_path: Path) -> None:
     """A hook that needs the state before the epoch is added by a resume within an epoch."""
     options = {**OPTIONS, "hooks": ["norms"], "hook_options": {}}
@@ -252,6 +261,7 @@ def test_new_pre_epoch_hook_starts_at_next_epoch(tmp_path: Path) -> None:
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.mark.longer
 def test_first_pass_of_a_hook_is_counted_once(tmp_path: Path) -> None:
     """The counts of passes match those of the uninterrupted run if a hook takes a pass at its start."""
 
@@ -273,6 +283,7 @@ def test_first_pass_of_a_hook_is_counted_once(tmp_path: Path) -> None:
     assert read_json(folder_of(tmp_path / "killed") / "summary.json")["hook_samples"]["passing"]["forward"] > 0
 
 
+@pytest.mark.longer
 def test_changed_environment_is_reported(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The warning names the setting with its old and new value."""
     threads = torch.get_num_threads()
@@ -284,6 +295,7 @@ def test_changed_environment_is_reported(killed: Path, monkeypatch: pytest.Monke
 # Damage
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize(
@@ -298,6 +310,7 @@ def test_newest_intact_checkpoint_is_used(name, place, killed: Path, whole) -> N
     assert_the_same(killed, whole[Small])
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("damage-is-detected")
 def test_damaged_newer_checkpoint_evicts_no_intact_one(killed: Path, tmp_path: Path) -> None:
     """With keep_checkpoints=1, the intact checkpoint of step 5 is kept in addition to the damaged one of step 6."""
@@ -317,6 +330,7 @@ def test_newer_checkpoint_is_neither_counted_nor_removed(tmp_path: Path) -> None
     assert RetainedCheckpoints.of(tmp_path, 1).add(written(tmp_path, 5)) == [older.folder]
 
 
+@pytest.mark.longer
 def test_checkpoint_of_newer_format_is_named_and_kept(killed: Path, whole, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resume falls back to an older checkpoint and matches the uninterrupted run."""
     newest = folder_of(killed) / f"checkpoints/step_{steps_in(killed)[0]:09d}"
@@ -328,6 +342,7 @@ def test_checkpoint_of_newer_format_is_named_and_kept(killed: Path, whole, monke
     assert_the_same(killed, whole[Small])
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("where", ["state", "hooks"])
@@ -342,6 +357,7 @@ def test_crafted_checkpoint_executes_no_code(where: str, killed: Path, tmp_path:
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("missing", ["step", "score", "files"])
 def test_a_manifest_that_lacks_something_is_refused(missing: str, killed: Path, whole) -> None:
@@ -353,6 +369,7 @@ def test_a_manifest_that_lacks_something_is_refused(missing: str, killed: Path, 
     assert_the_same(killed, whole[Small])
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize(("name", "place"), [("plain.csv", 0.0), ("plain.csv", None), ("plain.jsonl", None)])
 def test_foreign_sink_files_are_refused(name, place, killed: Path) -> None:
@@ -399,6 +416,7 @@ class MistakenHook(PathLength):
         return super().compute(ctx)
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("mistakes-are-refused-early")
 def test_user_error_during_resume_keeps_its_traceback(tmp_path: Path, monkeypatch: Any) -> None:
     """An error in the loss or in a hook is raised unchanged, not reported as a bad checkpoint."""
@@ -414,6 +432,7 @@ def test_user_error_during_resume_keeps_its_traceback(tmp_path: Path, monkeypatc
             resume(tmp_path / "killed", Mistaken, **options)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("one-writer-per-run")
 @pytest.mark.parametrize(
@@ -435,6 +454,7 @@ def test_checkpoint_of_another_run_is_refused(words, told, killed: Path, capfd) 
     assert contents(killed) == before
 
 
+@pytest.mark.longer
 def test_a_run_with_another_treatment_is_refused(killed: Path, capfd) -> None:
     before = contents(killed)
     assert main(command(killed, "--resume", hooks=["norms"])) == 2
@@ -442,6 +462,7 @@ def test_a_run_with_another_treatment_is_refused(killed: Path, capfd) -> None:
     assert contents(killed) == before
 
 
+@pytest.mark.longer
 def test_checkpoint_of_another_experiment_is_refused(killed: Path, capfd) -> None:
     """The folder of one experiment is moved to the place of another; no file changes."""
     shutil.move(killed / "small", killed / "small_steps")
@@ -452,6 +473,7 @@ def test_checkpoint_of_another_experiment_is_refused(killed: Path, capfd) -> Non
     assert contents(killed) == before
 
 
+@pytest.mark.longer
 def test_checkpoint_of_another_model_names_differing_tensors(killed: Path, monkeypatch, capfd) -> None:
     """The command exits with status 2, and no file changes."""
     wider = Small.build_model
@@ -464,6 +486,7 @@ def test_checkpoint_of_another_model_names_differing_tensors(killed: Path, monke
     assert contents(killed) == before
 
 
+@pytest.mark.longer
 def test_hook_rejecting_its_saved_state_is_named(killed: Path, monkeypatch, capfd) -> None:
     """The command exits with status 2 if load_state_dict of a hook raises."""
 
@@ -475,6 +498,7 @@ def test_hook_rejecting_its_saved_state_is_named(killed: Path, monkeypatch, capf
     assert "The state of hook 'path_length' cannot be restored (KeyError: 'window' [" in capfd.readouterr().err
 
 
+@pytest.mark.longer
 def test_resume_needs_only_the_run_folder(tmp_path: Path, whole, capfd) -> None:
     """A moved folder resumes to the result of the uninterrupted run, and any other folder is refused."""
     first = tmp_path / "first"
@@ -512,6 +536,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("fault", FAULTS)
@@ -528,6 +553,7 @@ def test_training_continues_if_checkpoints_cannot_be_written(fault, killed, whol
     assert [name for name in differing_names if "/checkpoints/" not in name] == []
 
 
+@pytest.mark.longer
 def test_full_disk_costs_only_that_checkpoint(killed, whole) -> None:
     """A disk that fills up in the middle of a write is reported once, and later checkpoints are written."""
     write, sizes = checkpoint_files._DigestingFile.write, []
@@ -548,6 +574,7 @@ def test_full_disk_costs_only_that_checkpoint(killed, whole) -> None:
     ] == []
 
 
+@pytest.mark.longer
 def test_file_size_limit_costs_only_the_checkpoint(tmp_path: Path) -> None:
     """The run completes and leaves no partial checkpoint."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -561,6 +588,7 @@ def test_file_size_limit_costs_only_the_checkpoint(tmp_path: Path) -> None:
     assert list((folder_of(tmp_path) / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.longer
 def test_slow_disk_skips_checkpoints_without_blocking(tmp_path, monkeypatch) -> None:
     """Checkpoints are skipped with a notice, and training ends while the disk still writes the first one."""
     monkeypatch.setattr(Checkpointing, "take", TAKE)
@@ -619,6 +647,7 @@ def test_checkpoint_of_unknown_objects_is_skipped(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == []
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("saved", [0, 1])
 def test_full_disk_at_the_end_explains_recovery(saved: int, tmp_path: Path) -> None:
@@ -688,6 +717,7 @@ def test_removed_checkpoint_is_reported_and_later_ones_written(at: int, tmp_path
     assert next(checkpoint_folders(folder / "checkpoints")).name == "step_000000009"
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("resumed-runs-are-identical")
 def test_the_last_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
     """The checkpoint of the last step is written even if its predecessor is still being written."""

@@ -74,6 +74,7 @@ def test_signal_finishes_step_and_writes_checkpoint(runner, number, status, tmp_
     assert [signal.getsignal(item) for item in CAUGHT] == handlers
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
@@ -87,6 +88,7 @@ def test_run_resumed_after_signal_matches_uninterrupted_run(runner, tmp_path: Pa
     assert [name for name in differing_names if "/checkpoints/" not in name] == []
 
 
+@pytest.mark.longer
 def test_checkpoint_signal_does_not_stop_run(tmp_path: Path) -> None:
     """SIGUSR1 writes one checkpoint after the current step, and the run completes."""
     signalled(tmp_path, Small, signal.SIGUSR1)
@@ -102,6 +104,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.longer
 def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signalled(tmp_path, Small, signal.SIGINT)
@@ -166,6 +169,7 @@ def test_signal_outside_the_loop_ends_session_cleanly(number, error, strategy, t
     assert [signal.getsignal(item) for item in CAUGHT] == handlers
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("strategy", ["plain", "other-order"])
 def test_early_checkpoint_request_waits_for_first_step(strategy, tmp_path: Path, monkeypatch) -> None:

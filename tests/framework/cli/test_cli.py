@@ -172,6 +172,7 @@ def test_null_resets_optional_option(tmp_path: Path) -> None:
     assert options("--config", f"{tmp_path}/a.yaml", "--ratio", "null")["ratio"] is None
 
 
+@pytest.mark.longer
 def test_dashes_and_underscores_are_equivalent(tmp_path: Path) -> None:
     dashed = "--batch-size 4 --with-hooks minimal --hook-csv --hook-config grad-clip.max-norm=2 --hooks grad-clip"
     underscored = dashed.replace("-", "_").replace("__", "--").replace(" _", " -")
@@ -244,6 +245,7 @@ def test_printed_config_reproduces_its_options(tmp_path: Path, capfd) -> None:
 # Options of the run
 
 
+@pytest.mark.longer
 def test_run_uses_requested_options_hooks_and_sinks(tmp_path: Path, capfd) -> None:
     """The test reads the recorded config, the summary and the file names in the run folder."""
     words = "--strategy plain --epochs 1 --with-hooks minimal --hooks norms hessian --hook-config hessian.epsilon=0.5"
@@ -261,6 +263,7 @@ def test_run_uses_requested_options_hooks_and_sinks(tmp_path: Path, capfd) -> No
     }
 
 
+@pytest.mark.longer
 def test_silent_flags_reduce_or_remove_output(tmp_path: Path, capfd) -> None:
     """--silent hides the results, and --no-console-output prints nothing."""
     words = ["run", "small", "--epochs", "1", "--hooks", "norms", "--overwrite", "--output-dir", str(tmp_path)]

@@ -280,6 +280,7 @@ def test_file_with_the_bad_value_is_named(tmp_path: Path, capfd) -> None:
     assert f"--lr in the config file {tmp_path}/b.yaml is 'fast'" in refused(["run", "small", *files], tmp_path, capfd)
 
 
+@pytest.mark.longer
 def test_option_without_default_is_required(tmp_path: Path, capfd) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Sized(SmallConfig):
@@ -332,6 +333,7 @@ def test_unwritable_output_directory_is_refused(where: str, tmp_path: Path, capf
     assert "cannot be written" in sentence
 
 
+@pytest.mark.longer
 def test_finished_run_is_refused_unless_overwritten(tmp_path: Path, capfd) -> None:
     """Without --overwrite no file changes; with it, the old checkpoints are removed."""
     words = ["run", "small", "--output-dir", str(tmp_path), "--strategy", "plain", "--hooks", "norms", "--hook-csv"]
@@ -345,6 +347,7 @@ def test_finished_run_is_refused_unless_overwritten(tmp_path: Path, capfd) -> No
     assert not (tmp_path / "small/plain/checkpoints").exists()
 
 
+@pytest.mark.longer
 def test_one_finished_strategy_refuses_all(tmp_path: Path, capfd) -> None:
     words = ["run", "small", "--output-dir", str(tmp_path), "--epochs", "1"]
     assert main([*words, "--strategy", "other-order", "--no-console-output"]) == 0
@@ -352,6 +355,7 @@ def test_one_finished_strategy_refuses_all(tmp_path: Path, capfd) -> None:
     assert "other-order already holds" in refused([*words, "--strategy", "plain", "other-order"], tmp_path, capfd)
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("mistakes-are-refused-early")
 def test_hook_refusal_preserves_run_to_be_overwritten(tmp_path: Path, capfd) -> None:
     """With --overwrite, no file is lost if a hook refuses the run when it starts."""
@@ -403,6 +407,7 @@ def refused_import(package: str, capfd) -> str:
     return errors
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("commits-are-declared")
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_undeclared_commit_ends_the_run(on_error, tmp_path, capfd) -> None:
@@ -418,6 +423,7 @@ def test_undeclared_commit_ends_the_run(on_error, tmp_path, capfd) -> None:
     assert not (tmp_path / "small/plain/checkpoints").exists()  # no checkpoint within a step
 
 
+@pytest.mark.longer
 def test_declared_commit_is_accepted(tmp_path: Path) -> None:
     """A hook that declares its commits runs to the end."""
     with registered(type("Declared", (Undeclared,), {"name": "declared", "commits": {StatePart.GRADIENTS}})):
@@ -425,6 +431,7 @@ def test_declared_commit_is_accepted(tmp_path: Path) -> None:
         assert main([*words, "--no-console-output"]) == 0
 
 
+@pytest.mark.longer
 def test_small_experiment_runs(tmp_path: Path) -> None:
     assert main(["run", "small", "--output-dir", str(tmp_path), "--no-console-output"]) == 0
     assert sorted(path.name for path in (tmp_path / "small").iterdir()) == ["clipped", "other-order", "plain"]

@@ -67,6 +67,7 @@ def test_lists_are_omitted_with_a_sentence(tmp_path, monkeypatch, capfd):
     assert "m/top cannot be drawn" in refused(capfd, folder, "--metrics", "m/top")
 
 
+@pytest.mark.longer
 def test_png_has_pixels_in_color_of_each_run(finished, tmp_path, capfd):
     path = tmp_path / "new/loss.png"
     assert plotted(finished, "--metrics", "training_metrics/loss", "--out", path) == 0
@@ -74,6 +75,7 @@ def test_png_has_pixels_in_color_of_each_run(finished, tmp_path, capfd):
     assert [pixels(path, colour) > 500 for colour in COLOURS[:3]] == [True, True, False]
 
 
+@pytest.mark.longer
 def test_svg_stores_titles_labels_and_legend_as_text(finished, tmp_path):
     path = tmp_path / "loss.svg"
     assert plotted(finished, "--metrics", "training_metrics/loss", "norms/total*", "--smooth=2", "--out", path) == 0
@@ -83,6 +85,7 @@ def test_svg_stores_titles_labels_and_legend_as_text(finished, tmp_path):
     assert COLOURS[0].lower() in path.read_text()
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize(("suffix", "beginning"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])
 def test_plot_bytes_ignore_user_matplotlib_settings(finished, tmp_path, suffix, beginning):
@@ -168,6 +171,7 @@ def test_other_files_are_overwritten_only_with_flag(finished, tmp_path, monkeypa
     assert Path("small_plain_loss.png").read_bytes() == b"loopscope plot, my own"
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("suffix", ["png", "svg", pytest.param("pdf", marks=pytest.mark.slow)])
 def test_plot_file_stores_the_command_that_drew_it(finished, tmp_path, monkeypatch, suffix):
@@ -186,6 +190,7 @@ def test_plot_file_stores_the_command_that_drew_it(finished, tmp_path, monkeypat
     )
 
 
+@pytest.mark.longer
 def test_unfinished_run_is_drawn_without_its_partial_line(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     folder = curve_record(Path(), SLOPE)
@@ -196,6 +201,7 @@ def test_unfinished_run_is_drawn_without_its_partial_line(tmp_path, monkeypatch,
     assert everything(folder).curves[CURVE].values.tolist() == SLOPE
 
 
+@pytest.mark.longer
 def test_unusual_names_are_drawn_as_literal_text(tmp_path):
     """Names with dollar signs, backslashes or markup are not parsed; control characters become question marks."""
     strategies = ["$a_1^2$", "_b\n{c}", "$x^", "\\frac{1}", "\x1b[31m", "%s {} <b>"]
@@ -225,6 +231,7 @@ def test_plot_avoids_pyplot_and_other_commands_avoid_matplotlib(finished, tmp_pa
     assert (tmp_path / "a.png").exists()
 
 
+@pytest.mark.longer
 def test_repeated_folders_are_drawn_once(finished, tmp_path):
     """An experiment folder and one of its runs are given together."""
     path = tmp_path / "a.svg"
@@ -233,6 +240,7 @@ def test_repeated_folders_are_drawn_once(finished, tmp_path):
     assert [texts.count(name) for name in ("plain", "clipped")] == [1, 1]
 
 
+@pytest.mark.longer
 def test_more_than_24_panels_are_refused(tmp_path, monkeypatch, capfd):
     """The error gives the number of metrics; --overlay accepts them."""
     monkeypatch.chdir(tmp_path)
@@ -254,6 +262,7 @@ def test_too_many_curves_are_refused(tmp_path, monkeypatch, capfd):
     assert f"{len(DASHES)} metrics by dashes, but got 2 runs and 5 metrics" in sentence
 
 
+@pytest.mark.longer
 def test_dollar_signs_and_leading_underscores_are_kept(tmp_path):
     """Matplotlib treats neither as a formula nor as a hidden label."""
     folders = [record(tmp_path, [(1, {"m/$x_1$": 1.0})], strategy=name) for name in ("_a", "$b$")]

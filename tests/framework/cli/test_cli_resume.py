@@ -35,6 +35,7 @@ def rows_and_weights(run: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(run).items() if name.endswith((".jsonl", "_final.pt"))}
 
 
+@pytest.mark.longer
 def test_moved_run_resumes_at_its_new_location(tmp_path: Path) -> None:
     """Rows and weights match those of the uninterrupted run."""
     assert main(["run", "small", "--strategy", "plain", "--hook-jsonl", "--hooks", "norms", "--output-dir",
@@ -45,6 +46,7 @@ def test_moved_run_resumes_at_its_new_location(tmp_path: Path) -> None:
     assert rows_and_weights(tmp_path / "after/small/plain") == rows_and_weights(tmp_path / "uninterrupted/small/plain")
 
 
+@pytest.mark.longer
 def test_experiment_folder_resumes_every_strategy(tmp_path: Path) -> None:
     """Strategies that have not started are trained, and finished ones stay unchanged."""
     run = interrupted(tmp_path, "plain", "other-order")
@@ -55,6 +57,7 @@ def test_experiment_folder_resumes_every_strategy(tmp_path: Path) -> None:
     assert contents(tmp_path / "small/plain") == done
 
 
+@pytest.mark.longer
 def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     """Neither --resume nor the resume command changes a file."""
     words = ["run", "small", "--strategy", "plain", "--output-dir", str(tmp_path), "--no-console-output"]
@@ -80,6 +83,7 @@ def test_unresumable_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
         assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.longer
 def test_unknown_recorded_options_are_refused(tmp_path: Path, capsys) -> None:
     """The message names an unknown key or an invalid value of the recorded options."""
     interrupted(tmp_path, "plain")
@@ -109,6 +113,7 @@ def test_display_option_overrides_the_recorded_display(before, given, tmp_path, 
     assert [name for name in DISPLAYS if started[0][name]] == [name for name in [given or before] if name]
 
 
+@pytest.mark.longer
 def test_display_choice_does_not_change_resumed_run(tmp_path: Path, capsys) -> None:
     """Two display options at once are refused; with one, the final weights match the uninterrupted run."""
     run = interrupted(tmp_path, "plain")

@@ -48,6 +48,7 @@ def test_sink_included_in_another_is_omitted():
     assert sink_names("--hook-wandb", "demo", "--hook-jsonl", "--hook-csv") == ["csv", "wandb"]
 
 
+@pytest.mark.longer
 def test_sink_receives_value_of_its_option(tmp_path):
     assert main([*RUN, "--output-dir", str(tmp_path), "--hook-wandb=demo"]) == 0
     lines = (tmp_path / "small/plain/plain.jsonl").read_text().splitlines()
@@ -84,6 +85,7 @@ def test_bad_sink_value_is_refused_before_any_output(words, sentence, tmp_path, 
     assert contents(tmp_path) == {}
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("words", [["--hook-wandb", "demo"], ["--hook-tensorboard"]])
 def test_missing_package_is_refused_before_any_output(words, tmp_path: Path, monkeypatch, capfd):
     """The message names the sink and its package, and other sinks are not affected."""
@@ -106,6 +108,7 @@ def test_experiments_accept_names_of_sinks(tmp_path):
     assert {"plain.jsonl", "plain.csv"} <= {path.name for path in (tmp_path / "out/small/plain").iterdir()}
 
 
+@pytest.mark.longer
 def test_overwriting_removes_files_of_sinks(tmp_path):
     words = [*RUN, "--output-dir", str(tmp_path), "--overwrite"]
     assert main([*words, "--hook-wandb", "demo", "--hook-tensorboard"]) == 0

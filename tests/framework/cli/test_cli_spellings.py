@@ -75,6 +75,7 @@ def test_strategy_name_with_comma_is_refused() -> None:
 # Dots
 
 
+@pytest.mark.longer
 @settings(max_examples=20)
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
 @example("--x")
@@ -93,6 +94,7 @@ def test_negative_numbers_are_values(value: str) -> None:
     assert options(f"--{CLIP}", value)["hook_config"] == [f"{CLIP}={value}"]
 
 
+@pytest.mark.longer
 def test_every_hook_option_has_dotted_form() -> None:
     """The dotted form accepts dashes and underscores, with and without an equals sign."""
     defaults = {
@@ -118,6 +120,7 @@ def test_last_of_several_values_is_used(words: str, value: float) -> None:
     assert of_hooks(*words.split())["grad_clip"] == {"max_norm": value}
 
 
+@pytest.mark.longer
 def test_dotted_option_is_recorded_for_resume(tmp_path: Path) -> None:
     """The recorded configuration that a resume reads contains the option in hook_config."""
     words = ["run", "small", "--strategy", "plain", "--output-dir", str(tmp_path), "--no-console-output"]

@@ -75,6 +75,7 @@ def first_difference(capsys, *words: str | Path) -> tuple[Any, ...]:
     return entry["step"], entry["metrics"], entry["points"], entry["problem"]
 
 
+@pytest.mark.longer
 def test_real_multi_seed_runs_are_compared(capsys, tmp_path) -> None:
     """Final and best values, spreads, tests, differences and divergence match the summaries of the runs."""
     words = ["run", "small", "--strategy", "plain", "clipped", "--no-console-output", "--max-epochs", "2"]

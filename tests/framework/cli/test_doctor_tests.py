@@ -30,6 +30,7 @@ def spiked(folder: Path) -> Path:
     return run
 
 
+@pytest.mark.longer
 def test_tests_are_part_of_the_json(tmp_path, capsys):
     run = spiked(tmp_path)
     capsys.readouterr()

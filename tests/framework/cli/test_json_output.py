@@ -85,6 +85,7 @@ def test_output_of_each_command_fits_the_schema(runs: None, words: str, limit: s
     assert ("truncated" in content) <= (limit != " --all")
 
 
+@pytest.mark.longer
 def test_verification_fits_the_schema(runs: None, capsys) -> None:
     """A digest of another run gives a difference and status 1."""
     assert answer(capsys, f"verify {RUN}")["identical"]

@@ -65,6 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "kind", [pytest.param(KINDS[kind], id=kind, marks=slow_unless(kind == "observer")) for kind in KINDS]
 )
@@ -98,6 +99,7 @@ def test_docstring_fits_any_name(kind: list[str], folder: Path, capfd) -> None:
     assert '    """An example to replace: ' in (folder / "dead_units.py").read_text("utf-8")
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("kind", ["hook", pytest.param("experiment", marks=pytest.mark.slow)])
 def test_class_names_hide_no_needed_name(kind: str, folder: Path) -> None:
     for name in HIDING[kind]:

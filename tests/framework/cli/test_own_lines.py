@@ -27,6 +27,7 @@ def broken(name: str, method: str) -> type[Small]:
     return type("Broken", (Small,), {"name": name, method: fail})
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("mistakes-are-refused-early")
 @pytest.mark.parametrize("method", ["compute_loss", "evaluate", "build_model", "build_loader", "should_stop"])
 def test_experiment_error_shows_user_code_line(method, tmp_path: Path, capfd) -> None:
@@ -48,6 +49,7 @@ def test_experiment_error_shows_user_code_line(method, tmp_path: Path, capfd) ->
         assert summary["traceback"].endswith("IndexError: list index out of range\n")
 
 
+@pytest.mark.longer
 def test_rewind_and_verify_show_user_code_line(tmp_path: Path, capfd) -> None:
     """A run whose code raises is trained again up to that line, which is shown without a traceback."""
     words = ["run", "broken", "--strategy", "plain", "--output-dir", str(tmp_path), "--no-console-output"]

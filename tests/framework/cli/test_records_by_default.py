@@ -46,6 +46,7 @@ LOSS = ["training_metrics/loss", "training_metrics/lr"]
 EVALUATION = ["training_metrics/evaluation", "training_metrics/val_acc"]
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize(
@@ -77,6 +78,7 @@ def test_default_record_leaves_run_unchanged(tmp_path, monkeypatch, experiment, 
     assert (kept / "plain_final.pt").read_bytes() == (bare / "plain_final.pt").read_bytes()
 
 
+@pytest.mark.longer
 def test_default_record_verifies_without_mentioning_hooks(tmp_path: Path, capfd) -> None:
     """Verifying reports equality, prints nothing to stderr and leaves the summary unchanged."""
     folder = run(tmp_path, Small, "--save-checkpoints", "1")
@@ -98,6 +100,7 @@ def test_run_without_hooks_or_record_is_bare(tmp_path: Path) -> None:
     assert read_json(folder / "experiment_config.json")["options"]["hook_jsonl"] is False
 
 
+@pytest.mark.longer
 def test_recording_sink_adds_training_metrics(tmp_path: Path) -> None:
     """A CSV sink adds the training metrics hook, and a console display alone does not."""
     folder = run(tmp_path / "csv", Small, *BARE, "--hook-csv")
@@ -106,6 +109,7 @@ def test_recording_sink_adds_training_metrics(tmp_path: Path) -> None:
     assert read_json(tmp_path / "shown/small/plain/experiment_config.json")["hooks"] == {}
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("in_config", [True, False])
 def test_resumed_run_keeps_its_original_sinks(tmp_path: Path, in_config: bool) -> None:
     """If an older config does not mention a sink, the sink starts at the resume, like any new sink."""
@@ -120,6 +124,7 @@ def test_resumed_run_keeps_its_original_sinks(tmp_path: Path, in_config: bool) -
     assert (folder / "plain_final.pt").exists()
 
 
+@pytest.mark.longer
 def test_plugin_sink_may_be_on_by_default(tmp_path: Path, capsys) -> None:
     """The help shows the negated flag, which disables the sink."""
 

@@ -37,6 +37,7 @@ def rows_and_weights(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(folder).items() if name.endswith((".jsonl", "_final.pt"))}
 
 
+@pytest.mark.longer
 def test_multi_seed_runs_match_single_seed_runs(tmp_path: Path) -> None:
     """Rows and weights of every strategy and seed are those of the run with that seed alone."""
     several = run(tmp_path / "several", "--strategy", "plain", "clipped", "--seed", "3", "1", QUIET)
@@ -48,6 +49,7 @@ def test_multi_seed_runs_match_single_seed_runs(tmp_path: Path) -> None:
             assert content == rows_and_weights(alone / strategy)
 
 
+@pytest.mark.longer
 def test_python_run_options_accept_seeds(tmp_path: Path) -> None:
     """Each seed has its own folder and recorded configuration, and validation covers all of them."""
     summaries = session(tmp_path, strategies=["plain", "clipped"], seeds=[2, 0]).run()
@@ -60,6 +62,7 @@ def test_python_run_options_accept_seeds(tmp_path: Path) -> None:
     assert validated.validate() == {"plain seed-0": [3, 6], "plain seed-1": [3, 6]}
 
 
+@pytest.mark.longer
 def test_summary_compares_strategies_across_seeds(tmp_path: Path, capsys) -> None:
     """The final table shows mean and standard deviation; the result folders and the next command follow."""
     run(tmp_path, "--strategy", "plain", "clipped", "--seed", "0", "1", "2")
@@ -110,6 +113,7 @@ def test_seed_runs_resume_individually_and_together(tmp_path: Path) -> None:
         assert rows_and_weights(runs) == trained
 
 
+@pytest.mark.longer
 def test_seed_runs_are_listed_in_order(tmp_path, monkeypatch, capsys) -> None:
     """The commands show, ls and diff find the runs of an experiment, with seeds in numeric order."""
     monkeypatch.setenv("COLUMNS", "400")

@@ -19,6 +19,8 @@ from tests.framework.console.test_run_console import OTHER, SUMMARY
 from tests.sinks.emits import run_info
 from tests.support import Case, build
 
+pytestmark = pytest.mark.longer
+
 COMMANDS = st.sampled_from(
     ["\x1b[31m", "\x1b]0;title\x07", "\x9b2J", "\r", "\x08", "\x00", "\n", "\t", "\u202e", "\x7f"]
 )

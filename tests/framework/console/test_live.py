@@ -53,6 +53,7 @@ class Emitting:
         self.sink.emit(metrics(step), 0, HookPoint.POST_EPOCH, step=step)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("seconds", [1 / 1024, 1 / 16, 0.75])
 def test_screen_is_drawn_at_most_twice_a_second(seconds, live):
@@ -65,6 +66,7 @@ def test_screen_is_drawn_at_most_twice_a_second(seconds, live):
     assert len(live.drawings) == pytest.approx(min(60, 60 * seconds / 0.5) + 1, abs=2)
 
 
+@pytest.mark.longer
 def test_slow_drawing_is_followed_by_a_long_pause(live):
     """Drawing takes about one percent of the time."""
     draw = live.display._draw
@@ -114,6 +116,7 @@ def test_printed_text_is_kept_up_to_a_limit(live):
     assert live.display.board.printed_lines == 1100
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("mode", ["live", "normal", "silent"])
 def test_run_is_equal_with_every_display(mode, tmp_path):

@@ -189,6 +189,7 @@ def test_bar_uses_no_random_numbers():
     assert random.getstate() == before
 
 
+@pytest.mark.longer
 def test_step_between_updates_takes_under_a_microsecond():
     """The best of twenty timings is below 0.6 microseconds."""
     progress, loop = progress_of(RecordingView(), time.monotonic), LoopState(step=1)

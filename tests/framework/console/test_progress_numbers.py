@@ -71,6 +71,7 @@ class NamedProgress(SmallSteps):
     progress_metrics = {"rate": ["training_metrics/lr"], "mean": ["training_metrics/loss"]}
 
 
+@pytest.mark.longer
 def test_piped_run_prints_step_epoch_and_named_metrics(tmp_path: Path):
     """The last line has the final step, the final epoch and the metrics that the experiment names."""
     out = io.StringIO()

@@ -166,6 +166,7 @@ def test_wide_comparison_is_transposed() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.longer
 def test_comparison_shows_distance_from_named_strategy(tmp_path) -> None:
     """The distance column is omitted if the reference strategy is missing."""
     summaries = session(tmp_path, strategies=["plain", "clipped"], epochs=1).run()

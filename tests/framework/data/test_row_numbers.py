@@ -85,6 +85,7 @@ def loader(kind: str, rows: int, size: int, *, drop_last: bool = False) -> tuple
     return TorchLoader(DataLoader(dataset, size, sampler=SAMPLERS[kind](dataset), drop_last=drop_last), 3), data
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("runs-can-be-verified")
 @given(
     kind=st.sampled_from(["fixed", "reshuffled", "uneven", *SAMPLERS]),
@@ -180,6 +181,7 @@ def test_sampler_inside_batch_sampler_is_read():
     assert [batch.tolist() for batch in made.row_indices(0, 1)] == [[3, 4, 5], [6]]
 
 
+@pytest.mark.longer
 @given(asked=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=12))
 @settings(deadline=None, max_examples=40)
 def test_row_numbers_can_be_requested_in_any_order(asked):

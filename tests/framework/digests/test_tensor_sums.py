@@ -54,6 +54,7 @@ def sums_by_formula(content: bytes, start: int = 0) -> list[int]:
     return [(total + 2**63) % 2**64 - 2**63 for total in totals]
 
 
+@pytest.mark.longer
 @given(tensors())
 def test_sums_match_the_formula(tensor):
     assert sums(tensor).tolist() == sums_by_formula(bytes_of(tensor))
@@ -67,6 +68,7 @@ def test_digest_constants_match_existing_records():
 CONSTANT = [-4107546890572157914, -2984730789834667656]
 
 
+@pytest.mark.longer
 @given(tensors(), st.data())
 def test_digest_depends_on_name_dtype_shape_and_bytes(tensor, data):
     """A flipped bit, another name, shape or dtype changes it; the memory format does not."""
@@ -84,6 +86,7 @@ def test_digest_depends_on_name_dtype_shape_and_bytes(tensor, data):
         assert digests({"a": other}) != entry
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("runs-can-be-verified")
 @given(tensors(), st.data())
 def test_sums_of_parts_add_up(tensor, data):
@@ -142,6 +145,7 @@ def test_sums_do_not_depend_on_vnni_support(monkeypatch):
             assert torch.equal(sums(tensor), expected)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.guarantee("runs-can-be-verified")
 @pytest.mark.parametrize("corruption", CORRUPTIONS)

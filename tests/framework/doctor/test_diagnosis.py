@@ -79,6 +79,7 @@ def test_json_has_the_fields_of_a_finding() -> None:
     assert Finding.of(content["findings"][0]).as_dict() == original.as_dict()
 
 
+@pytest.mark.longer
 @given(st.lists(st.floats(allow_nan=False, width=32), min_size=1, max_size=9000))
 def test_long_curves_are_thinned(values: list[float]) -> None:
     """Ends are kept, steps ascend, and every kept value is that of its step."""
@@ -128,6 +129,7 @@ def train(
     return scope
 
 
+@pytest.mark.longer
 def test_live_and_recorded_diagnosis_agree(tmp_path: Path) -> None:
     """The scope, the summary and the record give the same findings."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -139,6 +141,7 @@ def test_live_and_recorded_diagnosis_agree(tmp_path: Path) -> None:
     assert recorded == summary == findings
 
 
+@pytest.mark.longer
 def test_finding_is_reported_at_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An update that replaces the weights is reported at step 1, before the end of the logging interval."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -196,6 +199,7 @@ def test_refuted_findings_are_withdrawn() -> None:
     assert withdrawn.startswith("learning-rate-too-high is withdrawn at step ")
 
 
+@pytest.mark.longer
 def test_diagnosis_leaves_the_training_unchanged(tmp_path: Path) -> None:
     """Asking for a diagnosis in every step changes no weight and no byte of the record."""
     weights, records = [], []
@@ -218,6 +222,7 @@ def test_diagnosis_leaves_the_training_unchanged(tmp_path: Path) -> None:
     assert records[0] == records[1]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("layer", "expected"), [(nn.Dropout(0.5), 1), (nn.Tanh(), 0)], ids=["dropout", "no modes"])
 def test_evaluation_in_train_mode_is_reported(tmp_path: Path, layer: nn.Module, expected: int) -> None:
     """Only of models with layers that modes affect; the module hook that finds it is removed again."""
@@ -240,6 +245,7 @@ def test_evaluation_in_train_mode_is_reported(tmp_path: Path, layer: nn.Module, 
     assert [item.id for item in diagnose(history).at_least("warning")] == ["evaluation-in-train-mode"] * expected
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("mode", "numbers", "expected"),
     [(True, {"val_loss": 0.1}, 1), (True, {}, 0), (False, {"val_loss": 0.1}, 0)],
@@ -268,6 +274,7 @@ def test_plain_evaluation_in_train_mode_is_reported(
     assert len(read_history(tmp_path / "run").alerts_of("evaluation")) == expected
 
 
+@pytest.mark.longer
 def test_unreadable_facts_end_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +292,7 @@ def test_unreadable_facts_end_no_training(
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"
 
 
+@pytest.mark.longer
 def test_resumed_run_has_the_same_findings(tmp_path: Path) -> None:
     """Its earlier history is read from the record, and its start-up facts are those of the first start."""
     batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(8)]
@@ -316,6 +324,7 @@ def test_resumed_run_has_the_same_findings(tmp_path: Path) -> None:
     assert len(parts["findings"]) >= 2
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("fail_on", "status"), [("critical", 0), ("info", 0), (None, 0)])
 def test_command_reports_a_clean_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fail_on: str | None, status: int
@@ -389,6 +398,7 @@ def test_unchecked_run_is_never_green(tmp_path: Path, capsys: pytest.CaptureFixt
     assert verdict_of([shown_run])[0] == verdict_of([shown_run, shown_run])[0] == "unknown"
 
 
+@pytest.mark.longer
 def test_command_fails_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A finding of the requested severity gives status 1, and a wrong severity status 2."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))

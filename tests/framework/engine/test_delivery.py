@@ -177,6 +177,7 @@ def many(*points: HookPoint) -> list[SpyHook]:
     return [returning(*points, name=name, **metrics) for name in ("one", "two", "three")]
 
 
+@pytest.mark.longer
 def test_one_delivery_is_one_transfer():
     """The number of hooks and tensors does not matter."""
     bare = transfers([])
@@ -184,6 +185,7 @@ def test_one_delivery_is_one_transfer():
     assert transfers(many(HookPoint.PRE_EPOCH, HookPoint.POST_EPOCH)) == bare + 2
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("loop", "options", "flushes"), [("epoch", {}, 1), ("step", {"log_every": 3}, 1)])
 def test_one_flush_is_one_transfer(loop, options, flushes):
     """The number of steps, hook points and hooks does not matter, in both loops."""
@@ -224,6 +226,7 @@ def of_every_dtype(shift: int = 0) -> dict[str, Tensor | list[Tensor]]:
     }
 
 
+@pytest.mark.longer
 def test_values_of_many_dtypes_are_one_transfer():
     assert transfers([returning(HookPoint.PRE_EPOCH, **of_every_dtype())]) == transfers([]) + 1
     hooks = [*many(*STEP_POINTS), returning(*STEP_POINTS, name="mixed", **of_every_dtype())]
@@ -246,6 +249,7 @@ def test_values_of_many_dtypes_arrive_exactly():
     ]
 
 
+@pytest.mark.longer
 @settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from(DTYPES), max_size=8), max_size=5), st.randoms(use_true_random=False))
 def test_random_dtype_mixtures_arrive_bit_exact(calls, draw):
@@ -334,6 +338,7 @@ class Failing(MetricSink):
         self.calls.append("close")
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.parametrize("error", [OSError("disk full"), SystemExit(0)], ids=repr)
 def test_failing_sink_is_closed_with_warning(error):

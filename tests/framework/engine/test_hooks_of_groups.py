@@ -317,6 +317,7 @@ def without_other_observers(monkeypatch):
     monkeypatch.setattr(groups, "bulk_hooks", lambda keyword: ["late", "norms"])
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("where", ["compute", "__init__"])
 def test_attach_drops_a_failing_hook_of_a_group(tmp_path, where: str) -> None:
     with registered(late(where)):
@@ -328,6 +329,7 @@ def test_attach_drops_a_failing_hook_of_a_group(tmp_path, where: str) -> None:
                 attached(tmp_path / str(len(named)), on_hook_error="raise", **named)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("where", ["compute", "__init__"])
 def test_session_drops_a_failing_hook_of_a_group(tmp_path, where: str) -> None:
     with registered(late(where)):

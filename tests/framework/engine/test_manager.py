@@ -163,6 +163,7 @@ def target(model: nn.Module) -> dict[str, Tensor]:
     return {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize(("loop", "table"), [("epoch", SET_IN_EPOCH_LOOP), ("step", SET_IN_STEP_LOOP)])
 def test_context_fields_match_the_table(loop, table):
@@ -190,6 +191,7 @@ def test_loss_is_step_tensor_or_epoch_mean():
     assert epoch_losses == pytest.approx([sum(loss.item() for loss in step_losses) / 3] * 2, rel=1e-6)
 
 
+@pytest.mark.longer
 def test_evaluation_is_available_until_the_next_step():
     seen: list[tuple] = []
     spy = SpyHook(lambda ctx: seen.append((ctx.hook_point.name, ctx.epoch, ctx.val_acc, dict(ctx.evaluation))))

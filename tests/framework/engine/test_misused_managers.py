@@ -72,12 +72,14 @@ def abandon_manager(*, end: bool, sinks: bool = True) -> None:
     gc.collect()
 
 
+@pytest.mark.longer
 def test_unended_manager_warns_about_lost_metrics() -> None:
     """The notice names manager.end if the last step has metrics that no sink received."""
     with pytest.warns(RunNotice, match=r"was not ended: metrics of its last steps are lost.*manager\.end"):
         abandon_manager(end=False)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("options", [{"end": True}, {"end": False, "sinks": False}])
 def test_manager_without_losses_does_not_warn(options, recwarn) -> None:
     """There is no warning after manager.end or without sinks."""

@@ -130,6 +130,7 @@ def test_alerts_before_an_error_are_kept(tmp_path):
     assert alerts_of(tmp_path / "small/plain")[0]["sentence"] == "All is lost."
 
 
+@pytest.mark.longer
 def test_alerts_follow_the_jsonl_record(tmp_path):
     """Overwriting the run without a JSONL sink removes the alerts of the earlier run."""
     with registered(Anxious), warnings.catch_warnings():
@@ -143,6 +144,7 @@ def test_alerts_follow_the_jsonl_record(tmp_path):
     assert ALERTS in JSONLSink.file_names("plain")
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("checkpoints", [1, 2])
 @pytest.mark.parametrize("runner", ["small", "small_steps"])

@@ -213,6 +213,7 @@ def test_taps_within_attention_run_without_its_reader():
     assert len(depths["linear"]) == len(depths["attention"]) > 0
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("observers-change-nothing")
 def test_reading_and_drawing_taps_change_nothing():
     """Two taps draw random numbers; the run equals the bare run at every step, and no module hook remains."""
@@ -250,6 +251,7 @@ def test_interrupted_pass_leaves_no_mode():
     assert torch._C._len_torch_function_stack() == 0
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("commits-are-declared")
 @pytest.mark.parametrize("audit", [False, True])
 def test_changed_queries_are_caught(audit):

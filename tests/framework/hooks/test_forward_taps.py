@@ -94,6 +94,7 @@ def test_passes_without_gradients_are_not_read(untracked):
     assert calls == []
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_reading_and_drawing_taps_change_nothing(case):
@@ -114,6 +115,7 @@ def test_reading_and_drawing_taps_change_nothing(case):
     assert not any(module._forward_hooks for module in run.task.model.modules())
 
 
+@pytest.mark.longer
 def test_micro_batches_are_read_one_by_one():
     """Three steps of two micro-batches are six uses."""
     seen = []

@@ -129,6 +129,7 @@ def test_step_loop_dispatches_step_points_and_snapshot():
     assert [name for name, _, _ in spy.seen] == [*step, *step, "SNAPSHOT", *step, *step, "SNAPSHOT"]
 
 
+@pytest.mark.longer
 def test_snapshots_follow_interval_and_last_epoch():
     """With snapshot_every=2 and five epochs, SNAPSHOT occurs in epochs 1, 3 and 4."""
     spy = SpyHook()
@@ -166,6 +167,7 @@ def test_points_outside_of_steps_become_snapshot():
     assert windows_for({HookPoint.POST_STEP, HookPoint.POST_EPOCH}, None, "step") == {HookPoint.POST_STEP: ALWAYS}
 
 
+@pytest.mark.longer
 @settings(max_examples=15)
 @given(st.integers(0, 4), st.integers(0, 4), st.booleans(), st.booleans())
 def test_window_includes_both_bounds(first, extra, open_start, open_end):

@@ -77,6 +77,7 @@ def test_branch_is_undone_after_an_error(full):
     assert ctx._open.checkpoints == {}
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("interventions-are-undone")
 def test_restored_pre_epoch_state_replays_the_epoch_exactly():
     """Two replays give the gradients and weights of the run bit for bit, and the run keeps its bytes."""
@@ -362,6 +363,7 @@ def test_read_only_hook_cannot_change_state(verb):
     assert differing(before, ctx._state.digest()) == []
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("model", ["batchnorm_mlp", "transformer", "tied"])
 def test_reading_methods_pass_tripwire_and_audit(model):

@@ -196,6 +196,7 @@ def drawing(seen: list[float]) -> Callable[[Tensor], None]:
     return function
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_observing_taps_with_random_draws_change_nothing(case):
@@ -211,6 +212,7 @@ def test_observing_taps_with_random_draws_change_nothing(case):
     assert len(seen) == 6
 
 
+@pytest.mark.longer
 def test_tap_random_draws_ignore_other_hooks():
     """The random draws of a tap depend on the seed, the hook, the target and the step."""
 
@@ -224,6 +226,7 @@ def test_tap_random_draws_ignore_other_hooks():
     assert draws(SpyHook(lambda ctx: {"drawn": torch.rand(())})) == alone
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("error", [(), Mishap])
 def test_taps_are_removed_after_every_run(error):
@@ -275,6 +278,7 @@ def test_tap_on_frozen_parameter_is_refused():
         attach(model, GradientTap("bias", "parameter", lambda gradient: None))
 
 
+@pytest.mark.longer
 def test_optimizer_uses_the_replaced_gradient():
     gradients: list[Tensor] = []
     halve = GradientTap("0.weight", "parameter", lambda gradient: gradient / 2, replaces=True)
@@ -285,6 +289,7 @@ def test_optimizer_uses_the_replaced_gradient():
     assert treatments(run.manager.hooks) == {"replacer": ("gradients",)}
 
 
+@pytest.mark.longer
 def test_replaced_output_gradient_affects_only_upstream_layers():
     block = GradientTap("1", "output", torch.zeros_like, replaces=True)
     upstream, downstream, untreated = [], [], []
@@ -419,6 +424,7 @@ def tap_steps(**attributes) -> list[int]:
     return steps
 
 
+@pytest.mark.longer
 def test_taps_follow_the_hooks_schedule_windows_and_loops():
     assert tap_steps() == list(range(1, 10))
     assert tap_steps(step_schedule=StepSchedule(mode="stride", every_n_steps=4)) == [1, 5, 9]

@@ -94,6 +94,7 @@ def test_attach_has_every_setting_with_its_default():
         assert arguments[item.name] == default or (arguments[item.name] is None and not default), item.name
 
 
+@pytest.mark.longer
 def test_attached_hooks_are_profiled(tmp_path):
     parts = Parts(Loop())
     with parts.attach(tmp_path, ["norms"], profile_hooks=True, hook_offload_state=True, guardian_device="cpu") as scope:

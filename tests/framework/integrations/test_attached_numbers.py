@@ -139,6 +139,7 @@ def test_attached_loop_reports_the_same_metrics(tmp_path, case, names):
     assert theirs == [re.sub(INDEX, "", line) for line in ours]
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 def test_fast_cases_cover_every_attachable_hook():
     """The hooks left out are those that no attached loop can serve."""

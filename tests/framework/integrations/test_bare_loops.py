@@ -44,6 +44,7 @@ def test_hooks_leave_every_byte(tmp_path, accelerate, accumulate, clips, amp, sc
     assert_equal(alone(loop), attached(loop, tmp_path, HOOKS[hooks](), evaluates=True, audit=audit))
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 def test_hooks_preserve_another_model_and_optimizer(tmp_path):
     """All hooks and a misbehaving hook leave the run with the tied model and Adafactor unchanged."""
@@ -81,6 +82,7 @@ def test_clipping_hook_matches_manual_clipping(tmp_path, accelerate, accumulate)
 # Float16
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @matrix("half, hooks", HALVES, HOOKS)
 def test_hooks_preserve_a_float16_loop(tmp_path, half, hooks):
@@ -101,6 +103,7 @@ def test_steps_that_the_scaler_skips_are_counted(tmp_path, half):
     assert (summary["skipped_steps"], summary["steps"]) == (len(found.skipped), steps)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("optimizer", ["adamw_foreach", "adamw_fused"])

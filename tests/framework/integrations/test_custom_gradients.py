@@ -200,6 +200,7 @@ def train(loop: Step, make: Any, out: Any = None, hooks: Any = (), **options: An
     return digests
 
 
+@pytest.mark.longer
 @pytest.mark.slow_rows("by_autograd-adamw")
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize(("loop", "make"), ALL, ids=IDS)
@@ -235,6 +236,7 @@ def test_loss_of_own_gradients_is_recorded(tmp_path, loop, make):
         assert [float(loss) for loss in losses] == [1.5] * 6
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("hook", ["gradient_overflow", "gradient_flow"])
 def test_taps_are_refused_without_backward(tmp_path, hook):
     """A named hook with taps is refused before the first update; one of a group is left out with a sentence."""
@@ -263,6 +265,7 @@ def dropping(model: nn.Module, optimizer: Any, batch: Any, scope: Any) -> None:
 BAD = (torch.full((8, 4), torch.nan), DATA[0][1])
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("places", [[0], [1, 1], [3], [6], [2, 2, 4], [0, 0, 6, 6]])
 @pytest.mark.parametrize("hook", ["hessian", "batch_rows", "norms"])
 def test_dropped_batches_leave_no_trace(tmp_path, monkeypatch, hook, places):
@@ -303,6 +306,7 @@ def optimizers_in_backward(model: nn.Module) -> list[Any]:
     return [*optimizers.values()]
 
 
+@pytest.mark.longer
 @pytest.mark.filterwarnings("always::loopscope.errors.RunNotice")
 @pytest.mark.parametrize("hooks", [["norms"], ["hessian"], ["batch_rows", "consecutive"], [misbehaving()]])
 def test_optimizers_in_backward_are_reported(tmp_path, capsys, hooks):

@@ -91,6 +91,7 @@ def test_run_refused_at_its_start_removes_folder():
     assert not FIRST.parent.exists()
 
 
+@pytest.mark.longer
 def test_resumed_run_continues_in_its_folder():
     """The number is part of the state, so a newer run in between does not matter."""
     scope, *training = attached()

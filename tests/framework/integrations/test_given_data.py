@@ -223,6 +223,7 @@ def test_losses_that_write_to_batches_are_repeated(tmp_path, loss, hooks):
     assert seen[0] == seen[1]
 
 
+@pytest.mark.longer
 @pytest.mark.slow_rows("method-observers", "method-full")
 @pytest.mark.some_rows(4)
 @pytest.mark.parametrize("group", ["observers", "full"])
@@ -272,6 +273,7 @@ def test_other_data_are_refused_at_attach(tmp_path, kind):
         train(given, tmp_path / "run", hooks=["norms"])
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("given", [DataLoader([]), DataLoader(Rows(0)), DataLoader(SizedRows(0))])  # type: ignore[arg-type]
 def test_empty_data_are_reported(tmp_path, given):
     """A hook that reads data without batches is refused by name, and left out of a group."""

@@ -84,6 +84,7 @@ def values(scope: Scope) -> dict[str, Any]:
     return {name: value for name, value in scope.last_metrics().items() if isinstance(value, float)}
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", [*MISSING, *NUMERIC])
 def test_every_hook_takes_odd_groups(name: str, tmp_path: Any) -> None:
     make = (MISSING | NUMERIC)[name]
@@ -98,6 +99,7 @@ def test_every_hook_takes_odd_groups(name: str, tmp_path: Any) -> None:
     assert ("lr_probe" in left_out) == (name in MISSING)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", MISSING)
 @pytest.mark.parametrize("hook", ["hessian", "sharpness"])
 def test_curvature_omits_numbers_of_rates(hook: str, name: str, tmp_path: Any) -> None:

@@ -113,6 +113,7 @@ def digest_of(*modules: nn.Module) -> str:
     return hashlib.md5(b"".join(b"" if t is None else t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("declared", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,6 +122,7 @@ def test_hooks_leave_other_modules_unchanged(tmp_path, kind, declared):
     assert train(kind, tmp_path / "run", ["hessian", "batch_rows"], declared=declared) == train(kind)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("kind", "names"), [("critic", {"other"}), ("learned_temperature", {"tensors of the loss"})])
 def test_found_modules_are_in_the_record(tmp_path, kind, names):
     """The record names the modules by their variables in the loss function."""
@@ -178,6 +180,7 @@ def test_changes_of_other_modules_are_undone(tmp_path, mutation):
     assert (digest_of(other), other.training, next(other.parameters()).requires_grad) == before
 
 
+@pytest.mark.longer
 def test_loop_may_change_other_modules(tmp_path):
     """The loop's own training, modes and hooks of a declared module are no mutations."""
     assert train("critic", tmp_path / "run", [SpyHook()], declared=True) == train("critic")

@@ -47,6 +47,7 @@ def trained(folder: Path, optimizer: str = "SGD", *, lr: float, at: int = 3, tes
     return diagnosis, [item.clone() for item in tensors if isinstance(item, Tensor)], torch.get_rng_state()
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("interventions-are-undone")
 @pytest.mark.parametrize(("optimizer", "lr"), [("SGD", 5.0), ("AdamW", 1.0)])
 def test_training_continues_bit_for_bit(tmp_path, optimizer, lr):
@@ -58,6 +59,7 @@ def test_training_continues_bit_for_bit(tmp_path, optimizer, lr):
     assert torch.equal(streams, expected_streams)
 
 
+@pytest.mark.longer
 def test_high_learning_rate_is_confirmed(tmp_path):
     diagnosis, *_ = trained(tmp_path, lr=5.0)
     (finding,) = [item for item in diagnosis if item.id == "learning-rate-too-high"]
@@ -66,6 +68,7 @@ def test_high_learning_rate_is_confirmed(tmp_path):
     assert finding.as_dict()["tests"][0].keys() == {"change", "effect", "error", "null", "branches", "confirms", "of"}
 
 
+@pytest.mark.longer
 def test_low_learning_rate_is_confirmed(tmp_path):
     """Without loader= the branches train on halves of the last batch."""
     diagnosis, *_ = trained(tmp_path, lr=1e-7, at=8, loader=None)
@@ -75,6 +78,7 @@ def test_low_learning_rate_is_confirmed(tmp_path):
     ]
 
 
+@pytest.mark.longer
 def test_missing_loss_is_reported(tmp_path):
     sentence = r"scope.diagnose\(test=True\) trains branches: give loss=function\(model, batch\)"
     with pytest.raises(UsageError, match=sentence):

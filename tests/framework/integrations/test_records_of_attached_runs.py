@@ -83,6 +83,7 @@ def test_names_lose_their_seed(name, expected):
     assert name_without_seed(Path("runs", name), 3) == expected
 
 
+@pytest.mark.longer
 def test_seeds_of_attached_runs_form_groups(tmp_path):
     """Runs that differ only in their seeds are one group, and differing settings are listed."""
     for lr in (0.1, 0.2):
@@ -110,6 +111,7 @@ def test_record_knows_commit_and_uncommitted_changes(tmp_path):
     assert provenance["script"] == str(script)
 
 
+@pytest.mark.longer
 def test_show_names_end_and_active_hooks(tmp_path, capsys):
     """A custom loop has no limit at which it stops, and a hook that was left out did not run."""
     model = torch.nn.Linear(4, 1)

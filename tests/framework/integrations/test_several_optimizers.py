@@ -107,6 +107,7 @@ def misbehave(run_ctx: Any, model_ctx: Any) -> None:
         torch.randn(3)
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("optimizers", SETS)
@@ -117,6 +118,7 @@ def test_several_optimizers_keep_their_bits(tmp_path, optimizers, order):
     assert watched.equals(Training(optimizers, order).run())
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("first_scale", [4.0, 2.0**120])
 def test_scaler_of_several_optimizers(tmp_path, first_scale):
     """With a GradScaler, also one whose first steps overflow, the bits are those of the bare loop."""
@@ -166,6 +168,7 @@ def test_record_names_all_optimizers(tmp_path):
     assert (training["optimizer"], training["scheduler"]) == names
 
 
+@pytest.mark.longer
 def test_adam_dynamics_measures_the_adam_part(tmp_path):
     """With Muon and AdamW, adam_dynamics reports the parameters of AdamW; without any Adam it is refused by name."""
     options = {"hook_options": {"adam_dynamics": {"every_n_steps": 1}}}

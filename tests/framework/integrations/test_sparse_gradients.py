@@ -82,6 +82,7 @@ def with_hessian(folder, *, sparse: bool, optimizer: type[torch.optim.Optimizer]
     return {name: float(value) for name, value in scope.last_metrics().items() if name.startswith("hessian")}
 
 
+@pytest.mark.longer
 def test_hessian_of_sparse_gradients_matches_dense_ones(tmp_path):
     """Differences of gradients are those of the same model with dense gradients."""
     sparse, dense = (with_hessian(tmp_path / str(s), sparse=s, optimizer=torch.optim.SGD) for s in (True, False))

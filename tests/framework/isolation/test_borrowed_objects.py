@@ -118,6 +118,7 @@ MEASUREMENTS = {
 BARE: list[Any] = []
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("audit", [False, True])
 @pytest.mark.parametrize("name", MEASUREMENTS)

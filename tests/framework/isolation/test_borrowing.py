@@ -142,6 +142,7 @@ def test_mismatched_weights_are_refused_before_borrowing():
         borrowed_weights(model, {"weight": torch.ones(2)}).__enter__()
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("case", [Case(model, loop=loop) for loop in LOOPS for model in MODELS], ids=str)
 def test_observer_may_evaluate_other_weights(case):

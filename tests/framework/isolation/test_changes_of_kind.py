@@ -213,6 +213,7 @@ parametrised = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.guarantee("observers-change-nothing")
 @parametrised

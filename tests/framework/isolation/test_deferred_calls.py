@@ -188,6 +188,7 @@ def start_debugger(weight: nn.Parameter) -> None:
 HARMLESS = {"used and removed": use_and_remove, "debugger": start_debugger}
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", HARMLESS)
 def test_harmless_use_is_no_mutation(tmp_path, name):
     """A profiler or a handler of one call, and a debugger, change nothing."""

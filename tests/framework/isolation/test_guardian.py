@@ -90,6 +90,7 @@ def test_snapshot_buffers_are_reused_across_saves():
     assert {name: tensor.data_ptr() for name, tensor in snapshot.tensors.items()} == pointers
 
 
+@pytest.mark.longer
 def test_released_gradients_are_freed():
     scene, state = trained()
     snapshot = StateCopy(streams=True).save(state)
@@ -428,5 +429,5 @@ def test_swapped_meta_optimizer_tensor_is_restored():
     assert differences(original, state.digest()) == []
 
 
-TestGuardian = GuardianMachine.TestCase
+TestGuardian = pytest.mark.longer(GuardianMachine.TestCase)
 TestGuardian.settings = settings(max_examples=25, stateful_step_count=15, deadline=None)

@@ -152,6 +152,7 @@ def test_failed_restore_raises_state_mutation_error():
         isolation.intervene(CALL, lambda: None, mutates=True)
 
 
+@pytest.mark.longer
 def test_leaked_modes_are_exited_before_checks():
     """A function mode that an observer or intervention left entered does not affect the audit or the state."""
     scene, isolation = isolated_run(audit=True)
@@ -163,6 +164,7 @@ def test_leaked_modes_are_exited_before_checks():
     assert differences(original, scene.state.digest()) == []
 
 
+@pytest.mark.longer
 def test_gradients_are_not_kept_alive_after_the_visit():
     scene, isolation = isolated_run()
     with isolation.visit():

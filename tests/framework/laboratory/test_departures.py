@@ -45,6 +45,7 @@ def level_without_trend(values: list[float]) -> list[float]:
     return [value + slope * (len(values) - place) for place, value in enumerate(values)]
 
 
+@pytest.mark.longer
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(

@@ -139,6 +139,7 @@ def test_command_explains_recorded_spike(tmp_path):
         assert "Inconclusive: found nothing to explain." in quiet
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize(
     ("words", "sentence"),

@@ -80,6 +80,7 @@ def test_planted_second_moments_are_confirmed(tmp_path):
     assert [found[name] for name in (ROWS, PRECISION)] == [False, False]
 
 
+@pytest.mark.longer
 def test_healthy_rate_is_refuted_and_files_stay(tmp_path):
     """Lower learning rates slow down a healthy run; the tests write to the folder of rewinds only."""
     session(tmp_path, steps=20).run()

@@ -116,6 +116,7 @@ def test_random_hadamard_transform_preserves_products():
     assert hadamard_transform(outlier, 16).abs().unique().tolist() == [2.0]
 
 
+@pytest.mark.longer
 def test_stochastic_gradient_casts_are_independent_and_unbiased():
     """The two casts use different seeds, and the mean over runs is the full-precision gradient."""
     recipe = replace(Recipe("x"), output_grad=replace(BLOCK, rounding="stochastic"), along_sum=True)

@@ -262,6 +262,7 @@ def test_generator_and_histories_belong_to_training_state(case):
     assert [name.partition("/")[0] for name in differences(before, state.digest())] == ["buffers", "generators"]
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @both_loops
 def test_checkpoint_restores_generator_and_histories(case, tmp_path):

@@ -42,6 +42,7 @@ def test_stochastic_rounding_draws_from_layer_generator():
     assert_same(results(layer, x), first)
 
 
+@pytest.mark.longer
 def test_stochastic_rounding_is_unbiased():
     """The means of 225 runs are within five standard errors of the full-precision results."""
     layer, x = lowbit(STOCHASTIC), drawn(6, 20)
@@ -64,6 +65,7 @@ def in_pieces(model: nn.Sequential, x: Tensor, *, reentrant: bool = False) -> Te
     return checkpoint(model[4], middle, use_reentrant=reentrant)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("recipe", ["fp4_block", STOCHASTIC, DELAYED, "fp4_metis"], ids=named)
 def test_activation_checkpointing_changes_no_bit(recipe):
     ordinary, saving = stack(recipe), stack(recipe)

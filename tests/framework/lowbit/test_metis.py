@@ -75,6 +75,7 @@ def test_power_iterations_reach_the_optimal_error():
     torch.testing.assert_close(error.norm(), spectrum[10:].norm(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.longer
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2), st.sampled_from([1e-42, 1e-30, 1.0, 1e30, 1e37]))
 @settings(max_examples=60, deadline=None)
 def test_factors_are_orthonormal_with_fixed_signs(rows, columns, niter, size):

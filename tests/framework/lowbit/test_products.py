@@ -408,6 +408,7 @@ def test_the_experts_of_a_real_mixtral_are_cast(way):
     assert all(parameter.grad.isfinite().all() for parameter in experts.parameters())
 
 
+@pytest.mark.longer
 def test_every_recipe_runs_on_every_kind():
     for recipe in RECIPES:
         mixture(recipe)(drawn(4, 4)).sum().backward()

@@ -67,6 +67,7 @@ def test_functional_grad_matches_backward(recipe):
     assert_same([*functional.buffers()], [*ordinary.buffers()])
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @vectorises
 @pytest.mark.parametrize("recipe", PLAIN)
@@ -176,6 +177,7 @@ def test_quantization_hooks_skip_vmapped_casts():
     assert sorted(set(recorded.roles)) == sorted(ROLES)
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize("recipe", some_of([*NARROW, "fp4_metis"], 3))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -205,6 +207,7 @@ def test_full_graph_compilation_is_refused():
         model(drawn(6, 20))
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @every_recipe
 def test_meta_tensors_go_through_forward_and_backward(recipe):

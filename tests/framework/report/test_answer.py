@@ -23,6 +23,7 @@ def runs(tmp_path: Path) -> list[Path]:
     return [faulty_run(tmp_path), healthy_run(tmp_path)]
 
 
+@pytest.mark.longer
 def test_verdict_comes_before_everything(runs: list[Path]) -> None:
     text = reported(*runs).text
     found = "parameters without optimizer (warning, faulty); loss spike (warning, faulty)"
@@ -31,6 +32,7 @@ def test_verdict_comes_before_everything(runs: list[Path]) -> None:
     assert "healthy ✔ No problem was found." in text
 
 
+@pytest.mark.longer
 def test_finding_has_all_its_parts(runs: list[Path]) -> None:
     """Severity, first step, confidence, why, next, and the measured value."""
     text = reported(*runs).text.partition("Diagnosis")[2]
@@ -96,6 +98,7 @@ def shown_with(severity: str, name: str) -> ShownRun:
     return ShownRun(name, FoundRun(Path(name), "completed"), diagnosis=Diagnosis([finding]))
 
 
+@pytest.mark.longer
 def test_findings_are_marked_in_charts(runs: list[Path]) -> None:
     """Each finding names its step, and the recorded metrics of its evidence with their limits."""
     first, second = reported(*runs).data["findings"]
@@ -104,6 +107,7 @@ def test_findings_are_marked_in_charts(runs: list[Path]) -> None:
     assert (second["number"], second["severity"], second["step"], second["metrics"]) == (2, "warning", 5, spike)
 
 
+@pytest.mark.longer
 def test_relevant_metrics_are_shown_first(runs: list[Path]) -> None:
     """Loss, validation, evidence, accuracy, learning rate and gradient norm; then hooks in the order of the record."""
     data = reported(*runs).data
@@ -121,17 +125,20 @@ def test_metrics_without_meaning_keep_their_order() -> None:
     assert order.names == ["z/b", "z/a", "y/c", "x/d", "w/e"]
 
 
+@pytest.mark.longer
 def test_results_have_last_best_and_settings(runs: list[Path]) -> None:
     text = reported(*runs).text.partition("Results")[2].partition("Curves")[0]
     assert "run steps training loss val_loss val_acc rate" in text
     assert "faulty 8 1.2 1.7 0.8333 0.2" in text
 
 
+@pytest.mark.longer
 def test_sections_without_content_are_left_out(tmp_path: Path) -> None:
     text = reported(healthy_run(tmp_path)).text
     assert not [word for word in ("None.", "Alerts", "Phases", "Differences", "Environment", "Cost") if word in text]
 
 
+@pytest.mark.longer
 def test_alerts_are_grouped_and_explained(tmp_path: Path) -> None:
     """Alerts of old files are warnings, with an id of hook and metric; recoveries are not counted."""
     folder = faulty_run(tmp_path, id="loss-spike", severity="warning")
@@ -148,6 +155,7 @@ def test_alerts_are_grouped_and_explained(tmp_path: Path) -> None:
     assert "▲ warning loss-spikes-other faulty 6 8 2 The loss spiked" in text
 
 
+@pytest.mark.longer
 def test_phases_are_listed_with_first_steps(tmp_path: Path) -> None:
     folder = healthy_run(tmp_path)
     lines = (folder / "healthy.jsonl").read_text().replace('"zeta/a"', '"phases/phase"')

@@ -55,6 +55,7 @@ def test_long_frame_has_every_recorded_value(tmp_path: Path) -> None:
     assert run.frame("m/loss")["m/loss"].to_dict() == {4: 0.5, 6: 0.25}
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
 def test_real_run_matches_its_record_and_summary(tmp_path: Path, runner: type[Small]) -> None:
     """A CSV record gives the same frame as the JSONL record."""
@@ -77,6 +78,7 @@ def test_real_run_matches_its_record_and_summary(tmp_path: Path, runner: type[Sm
     pandas.testing.assert_frame_equal(by_csv.frame(*run.names), run.frame())
 
 
+@pytest.mark.longer
 def test_epoch_rows_hold_last_value_of_epoch(tmp_path: Path) -> None:
     with registered(SmallSteps):
         train(tmp_path, runner=SmallSteps, epochs=2, log_every=1)

@@ -38,6 +38,7 @@ def test_page_has_every_recorded_number(finished: Path) -> None:
         assert all(both.curve(name, index) == points[name] for name in points)
 
 
+@pytest.mark.longer
 def test_page_describes_runs_and_metrics(finished: Path) -> None:
     """Status, treatments, formulas and readings are shown, and the loss comes first."""
     both = reported(finished)
@@ -51,6 +52,7 @@ def test_page_describes_runs_and_metrics(finished: Path) -> None:
     assert [by_name[name]["first"] for name in ("training_metrics/loss", "norms/total_grad_norm")] == [True, False]
 
 
+@pytest.mark.longer
 def test_page_loads_no_external_resources(finished: Path) -> None:
     """The content security policy forbids requests, and no element has a source or link."""
     both = reported(finished)
@@ -62,6 +64,7 @@ def test_page_loads_no_external_resources(finished: Path) -> None:
     assert [tag for tag, _ in both.tags].count("label") == [tag for tag, _ in both.tags].count("input") > 5
 
 
+@pytest.mark.longer
 def test_text_of_runs_is_escaped(tmp_path: Path) -> None:
     """Names, treatments and alerts with HTML or control codes add no tags."""
     folder = record(tmp_path, [(1, {f"{BAD}/loss": 1.0, "m/loss": 2.0})])
@@ -77,6 +80,7 @@ def test_text_of_runs_is_escaped(tmp_path: Path) -> None:
     assert report.data["runs"][0]["alerts"][0]["sentence"] == BAD
 
 
+@pytest.mark.longer
 def test_nonfinite_values_and_partial_metrics_are_shown(tmp_path: Path) -> None:
     """A metric that only one run has is shown too."""
     folders = [curve_record(tmp_path, [NAN] * 3), curve_record(tmp_path, [1.0, -INF, INF], strategy="other")]
@@ -132,6 +136,7 @@ def test_page_fits_two_thousand_metrics(tmp_path: Path) -> None:
         assert 0 < len(report.data["metrics"]) == 2000 - report.data["leftOut"]
 
 
+@pytest.mark.longer
 def test_damaged_and_empty_runs_are_partly_shown(tmp_path: Path, capsys) -> None:
     """The readable part is shown with a sentence about the damage."""
     folder, empty = curve_record(tmp_path, [1.0, 2.0]), record(tmp_path, [], strategy="empty")
@@ -150,6 +155,7 @@ def test_damaged_and_empty_runs_are_partly_shown(tmp_path: Path, capsys) -> None
     assert "experiment_config.json cannot be read: it is not JSON" in capsys.readouterr().out
 
 
+@pytest.mark.longer
 def test_oversized_files_are_not_read(tmp_path: Path, monkeypatch) -> None:
     record(tmp_path, [(1, {"m/loss": 1.0})])
     folders = [shutil.copytree(tmp_path / "exp/only", tmp_path / "exp" / name) for name in ("large", "line", "endless")]
@@ -163,6 +169,7 @@ def test_oversized_files_are_not_read(tmp_path: Path, monkeypatch) -> None:
     assert "summary.json cannot be read: it is not a regular file" in report.text
 
 
+@pytest.mark.longer
 def test_lists_are_drawn_as_thinned_maps(tmp_path: Path) -> None:
     """A list metric with too many rows keeps every second one, repeatedly."""
     emits = [(step, {"m/spectrum": [float(step), 0.12345678, NAN] * 100, "m/odd": ["a"]}) for step in range(500)]
@@ -173,6 +180,7 @@ def test_lists_are_drawn_as_thinned_maps(tmp_path: Path) -> None:
     assert [row[:3] for row in spectrum["rows"]] == [[step, 0.123457, "nan"] for step in spectrum["steps"]]
 
 
+@pytest.mark.longer
 def test_tables_show_differences_environment_and_costs(tmp_path: Path, finished: Path) -> None:
     folders = [shutil.copytree(finished / "plain", tmp_path / name) for name in "ab"]
     config, summary = (
@@ -188,6 +196,7 @@ def test_tables_show_differences_environment_and_costs(tmp_path: Path, finished:
     assert "torch" in environment
 
 
+@pytest.mark.longer
 def test_seeds_are_shown_as_mean_with_interval(tmp_path: Path) -> None:
     """Means and intervals match scipy, and tests between groups are corrected."""
     report = reported(*seeded_runs(tmp_path))
@@ -207,6 +216,7 @@ def test_seeds_are_shown_as_mean_with_interval(tmp_path: Path) -> None:
     assert f"paired t 3 of 3 {expected.statistic:.4g} {expected.pvalue:.4g} {expected.pvalue:.4g}" in tests
 
 
+@pytest.mark.longer
 def test_unfinished_and_duplicate_runs_are_excluded_from_means(tmp_path: Path) -> None:
     """The page names each of them with the reason."""
     folders = seeded_runs(tmp_path)[:3]

@@ -48,6 +48,7 @@ def recorded(folder: Path, metric: str) -> tuple[list[float], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
+@pytest.mark.longer
 def test_plotted_lines_match_recorded_values(finished):
     """Each panel shows the values at their steps in the colour of the run."""
     runs = run_folders(finished, "plot")
@@ -267,6 +268,7 @@ def test_run_keeps_its_color_in_all_panels(tmp_path):
     assert [line[0] for line in drawn(alone)] == [COLOURS[1]]
 
 
+@pytest.mark.longer
 def test_provenance_of_tied_run_has_four_panels(tmp_path, monkeypatch):
     """The lines show the recorded norms, ratio, cosine and clip threshold."""
     monkeypatch.chdir(tmp_path)
@@ -284,6 +286,7 @@ def test_provenance_of_tied_run_has_four_panels(tmp_path, monkeypatch):
     assert [axes.get_yscale() for axes in picture_figure.axes][::2] == ["log", "log"]
 
 
+@pytest.mark.longer
 def test_provenance_colors_several_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = [everything(tied_record(tmp_path / "bare", clip=False)), everything(tied_record(tmp_path / "clipped"))]
@@ -326,6 +329,7 @@ def test_unclear_epoch_ends_give_no_epoch_axis(tmp_path):
     assert (run.epoch_steps, run.in_epochs().curves[CURVE].steps.tolist()) == (4, [0.5, 2])
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("log_y", [False, True])
 @pytest.mark.parametrize("scale", some_of([1e-300, 1e-4, 0.07, 1e-3, 1e6, 123.0, 1e300, 1e5], 4))
 def test_tick_labels_show_numbers_without_offset(tmp_path, scale, log_y):
@@ -345,6 +349,7 @@ def test_tick_labels_show_numbers_without_offset(tmp_path, scale, log_y):
         assert axis.get_offset_text().get_text() == ""
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("size", [(4, 3), (12, 8), (3, 12)])
 @pytest.mark.parametrize("panels", [1, 5, *(pytest.param(number, marks=pytest.mark.slow) for number in (12, 24))])

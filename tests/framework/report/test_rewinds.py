@@ -91,6 +91,7 @@ def test_page_without_rewinds_is_otherwise_equal(run: Path) -> None:
     assert page.text == text.replace(" plain, steps 55 to 58 again", "")  # in the legend
 
 
+@pytest.mark.longer
 def test_diverged_rewind_is_reported(run: Path) -> None:
     """The error of the stretch is shown as text."""
     folder = run / REWINDS / "steps_55_to_58"
@@ -114,6 +115,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.longer
 def test_damaged_explanation_is_reported(run: Path) -> None:
     intact = json.loads((run / REWINDS / "explained_step_60" / EXPLANATION).read_text())
     for step, (content, _) in enumerate(DAMAGE.values(), 100):
@@ -130,6 +132,7 @@ def test_damaged_explanation_is_reported(run: Path) -> None:
     assert page.text.count(", explained") == 1
 
 
+@pytest.mark.longer
 def test_unreadable_explanations_are_reported(run: Path) -> None:
     """A missing, an oversized and an endless file are each named, and the others are shown."""
     for step, name in enumerate(("huge", "endless", "missing")):
@@ -148,6 +151,7 @@ def test_unreadable_explanations_are_reported(run: Path) -> None:
     assert "Step 60, explained" in text
 
 
+@pytest.mark.longer
 def test_odd_explanation_texts_and_numbers_are_shown_safely(run: Path) -> None:
     """HTML is escaped, and rows with non-finite losses are sorted."""
     path = run / REWINDS / "explained_step_60" / EXPLANATION
@@ -173,6 +177,7 @@ def test_odd_explanation_texts_and_numbers_are_shown_safely(run: Path) -> None:
     assert f"place 0 1 inf {BAD}" in text
 
 
+@pytest.mark.longer
 def test_excess_rewinds_are_counted_not_shown(run: Path, monkeypatch) -> None:
     """The page shows the first ones up to the limit and states the total."""
     monkeypatch.setattr(run_reader, "MOST_REWINDS", 1)
@@ -183,6 +188,7 @@ def test_excess_rewinds_are_counted_not_shown(run: Path, monkeypatch) -> None:
     assert "Step 60, explained" not in page.text
 
 
+@pytest.mark.longer
 def test_alerts_name_their_rows(tmp_path: Path) -> None:
     folder = curve_record(tmp_path, [1.0, 2.0])
     row_lists = [[17, 2600, 44, *range(29)], [5], [], "17", [1.5], None]

@@ -564,6 +564,7 @@ def test_numbers_of_any_kind_become_plain_ones(tmp_path: Path, monkeypatch) -> N
     assert summary["target_reached"] == {"epoch": 0, "step": 3}
 
 
+@pytest.mark.longer
 def test_nameless_base_is_refused_and_subclass_runs(tmp_path: Path) -> None:
     """Registering a base class without a name raises an error; its subclass with a name can be trained."""
 
@@ -605,6 +606,7 @@ def test_script_reports_broken_experiment_in_one_line(tmp_path: Path, monkeypatc
     assert capfd.readouterr().err.startswith("loopscope: Experiment 'broken' (class Broken, ")
 
 
+@pytest.mark.longer
 def test_unbroken_experiment_works(tmp_path: Path, monkeypatch, capfd) -> None:
     with pytest.raises(AssertionError, match="assert \\(0, "):
         told(GOOD, tmp_path, monkeypatch, capfd)

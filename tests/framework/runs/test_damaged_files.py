@@ -222,6 +222,7 @@ def test_damaged_run_has_every_kind_of_file(whole: Path) -> None:
     assert found >= files | steps, found
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("damage-is-detected")
 def test_refused_resume_leaves_other_files_unchanged(whole: Path, tmp_path: Path, capfd: Any):
     """If one sink file is missing, the others keep the rows after the checkpoint."""
@@ -235,6 +236,7 @@ def test_refused_resume_leaves_other_files_unchanged(whole: Path, tmp_path: Path
     assert contents(run) == {name: data for name, data in before.items() if name != "run.lock"}
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("damage-is-detected")
 def test_resume_without_a_sink_names_its_file(whole: Path, tmp_path: Path, capfd: Any) -> None:
     """The file of the sink stays as it is."""

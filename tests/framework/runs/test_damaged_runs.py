@@ -195,6 +195,7 @@ def test_damaged_run_is_overwritten_only_on_request(wrong, whole, capfd) -> None
     assert said_by("--overwrite", whole, damage, capfd)[0] == 0
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_damaged_reference_config_causes_warning(wrong, whole, tmp_path) -> None:
@@ -294,6 +295,7 @@ def test_deeply_nested_json_is_refused(levels: int) -> None:
                 read_json(path)
 
 
+@pytest.mark.longer
 @given(st.dictionaries(st.text(max_size=2), JSON, max_size=4), st.dictionaries(st.text(max_size=2), JSON, max_size=4))
 def test_differences_list_changed_entries(before, now) -> None:
     """The result has every entry that is missing on one side or has another value, except ignored names."""

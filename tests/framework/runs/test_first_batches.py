@@ -15,6 +15,8 @@ from torch.utils.data import Dataset
 
 from tests.framework.runs.small_experiment import BATCH, ROWS, STEPS_PER_EPOCH, Small, contents, registered, session
 
+pytestmark = pytest.mark.longer
+
 
 class Opaque:
     """A batch with inaccessible data."""

@@ -81,6 +81,7 @@ def test_failed_display_loses_no_rows(tmp_path):
     assert [error["lost_rows"] for error in summary["sink_errors"]] == [False]
 
 
+@pytest.mark.longer
 def test_other_strategies_are_complete(tmp_path, monkeypatch):
     """Only the strategy whose rows are lost is incomplete."""
     emit = JSONLSink.emit
@@ -101,6 +102,7 @@ def lost(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left")
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("display", ["--no-console-output", "--silent"])
 def test_command_reports_lost_rows(tmp_path, monkeypatch, capsys, display):
     """The command ends with status 1 and a sentence; ls and show report it."""
@@ -131,6 +133,7 @@ def test_attached_run_reports_lost_rows(tmp_path, monkeypatch):
     assert (summary["status"], summary["steps"], summary["sink_errors"][0]["sink"]) == ("incomplete", 3, "jsonl")
 
 
+@pytest.mark.longer
 def test_incomplete_run_is_not_trained_again(tmp_path, monkeypatch):
     """With --resume a strategy that was trained to its end is skipped, although rows are lost."""
     monkeypatch.setattr(JSONLSink, "emit", lost)

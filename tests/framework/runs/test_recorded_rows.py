@@ -101,6 +101,7 @@ def test_custom_sampler_order_is_written_and_read(tmp_path, monkeypatch):
     assert rows_by_step(tmp_path, Sampled) == whole
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("runs-can-be-verified")
 @pytest.mark.parametrize("until", [4, 6])  # within the second epoch, and at its end
@@ -159,6 +160,7 @@ def test_changed_data_are_refused(tmp_path, kind):
             acts[kind]()
 
 
+@pytest.mark.longer
 def test_digests_cover_rows_since_the_previous_digest(tmp_path, capfd):
     """A rewind compares them, and digests at other steps are not compared."""
     for name, every in (("a", 2), ("b", 4)):
@@ -216,6 +218,7 @@ def of(array: Any) -> dict[str, Any]:
     return fingerprint(Held(array), lambda: None)
 
 
+@pytest.mark.longer
 @given(data=st.data(), kind=st.sampled_from(["float32", "int64", "uint8", "bool"]))
 @settings(deadline=None, max_examples=40)
 def test_fingerprint_detects_any_changed_byte(data, kind):
@@ -261,6 +264,7 @@ class Rewound(Sampled):
         return {1: torch.zeros(2, 2), 2: ("row", index)}[index % 3]
 
 
+@pytest.mark.longer
 def test_rewind_shows_rows_behind_a_step(tmp_path, capfd):
     """The rows with the largest losses are shown with index, loss and description."""
     with registered(Rewound):

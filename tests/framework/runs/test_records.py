@@ -141,6 +141,7 @@ def test_seconds_match_elapsed_time(tmp_path: Path) -> None:
     assert summary["steps_per_second"] == summary["steps"] / seconds["training"]
 
 
+@pytest.mark.longer
 def test_the_profile_counts_every_call_of_a_hook(tmp_path: Path) -> None:
     assert "hook_profile" not in train(tmp_path / "bare", hooks=["norms"])
     profile = train(tmp_path, hooks=["norms"], epochs=4, profile_hooks=True)["hook_profile"]
@@ -164,6 +165,7 @@ def test_nan_numpy_and_tensor_numbers_are_recorded(tmp_path: Path) -> None:
 # The configuration
 
 
+@pytest.mark.longer
 def test_config_records_run_and_environment(tmp_path: Path) -> None:
     """The config contains options, hooks with defaults, treatments, versions and the device."""
     train(tmp_path, hooks=["hessian", "grad_clip"], hook_options={"hessian": {"burst_length": 2}}, ratio=0.5)
@@ -213,6 +215,7 @@ def test_refusal_names_status_of_earlier_run(status: str, words: str, tmp_path: 
         record(tmp_path).refuse_to_overwrite(allowed=False)
 
 
+@pytest.mark.longer
 def test_unrelated_files_are_left_alone(tmp_path: Path) -> None:
     """A user's file does not count as a run and survives overwriting."""
     record(tmp_path).make()
@@ -225,6 +228,7 @@ def test_unrelated_files_are_left_alone(tmp_path: Path) -> None:
 WITHOUT_SINKS = ["experiment_config.json", "files.json", "plain_final.pt", "summary.json"]
 
 
+@pytest.mark.longer
 def test_overwriting_leaves_nothing_of_the_earlier_run(tmp_path: Path) -> None:
     average = {"weight_average": {"interval": 1}}
     train(tmp_path, save_checkpoints=1, hooks=["norms", *average], hook_options=average)

@@ -65,17 +65,20 @@ def run_again(folder: Path, **options) -> list[dict]:
     return session(folder, **{"strategies": ["plain"], "hooks": ["distance"], **options}).run()
 
 
+@pytest.mark.longer
 def test_repeated_run_reaches_its_reference(earlier, tmp_path):
     """The distance to the earlier run is zero at the end."""
     run_again(tmp_path / "again", reference=earlier)
     assert [max(far.values()) == 0 for _, far in seen] == [False, True]
 
 
+@pytest.mark.longer
 def test_folder_has_a_reference_per_strategy(earlier, tmp_path):
     run_again(tmp_path / "again", reference=earlier, strategies=["plain", "other-order"])
     assert [strategy for strategy, far in seen if max(far.values()) == 0] == ["plain", "other-order"]
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("given", ["plain_final.pt", "."])
 def test_file_or_run_folder_serves_every_strategy(earlier, tmp_path, given):
@@ -87,11 +90,13 @@ def test_file_or_run_folder_serves_every_strategy(earlier, tmp_path, given):
     assert config["run"]["reference"] == str(file)
 
 
+@pytest.mark.longer
 def test_overwriting_run_measures_against_the_earlier_run(earlier):
     run_again(earlier, overwrite=True)
     assert max(seen[-1][1].values()) == 0
 
 
+@pytest.mark.longer
 def test_earlier_run_of_another_model_is_ignored(earlier):
     """A notice gives the shapes that differ, and the run has no reference."""
 
@@ -118,6 +123,7 @@ def test_hook_without_its_reference_is_refused_by_name(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.longer
 @pytest.mark.filterwarnings("ignore:.*vanishing gradient")  # of the bias before batch normalisation: it is zero
 def test_group_omits_hook_that_lacks_its_reference(tmp_path):
     """The summary gives the reason in hooks_left_out."""
@@ -125,12 +131,14 @@ def test_group_omits_hook_that_lacks_its_reference(tmp_path):
     assert "reference" in summary["hooks_left_out"]["needs_reference"]
 
 
+@pytest.mark.longer
 def test_unused_reference_is_refused(earlier, tmp_path):
     """No enabled hook measures against a reference."""
     with pytest.raises(UsageError, match=r"no active hook measures against a reference.*distance"):
         run_again(tmp_path / "again", reference=earlier, hooks=["norms"])
 
 
+@pytest.mark.longer
 def test_differences_from_reference_run_are_named(earlier, tmp_path):
     with pytest.warns(UserWarning, match="lr 0.01 in the reference, 0.02 now"):
         run_again(tmp_path / "again", reference=earlier, lr=0.02)
@@ -148,6 +156,7 @@ def test_a_place_without_weights_is_refused(tmp_path, given, sentence):
         find_reference(tmp_path / given, [tmp_path / "none"], "small", "plain", 0)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("given", [".", "small", "small/plain"])
 def test_each_seed_uses_the_reference_of_its_seed(tmp_path, given):

@@ -99,6 +99,7 @@ def test_a_run_of_another_device_is_refused(run, capfd):
     assert "cannot be used here. Known: " in said
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("begins", ["at a checkpoint", "at the start"])
 def test_different_torch_build_is_reported(begins, run, capfd):
     """A rewind from the start names both versions, and one from a checkpoint uses the checkpoint's record."""
@@ -113,6 +114,7 @@ def test_different_torch_build_is_reported(begins, run, capfd):
         assert "last bits" not in capfd.readouterr().out
 
 
+@pytest.mark.longer
 def test_cost_of_full_rewind_is_reported(run, capfd):
     """Without checkpoints and digests, the output also states that nothing can verify the result."""
     change(run / "summary.json", lambda summary: summary.update(seconds={"total": 600.0, "training": 540.0}))
@@ -135,6 +137,7 @@ def test_cost_of_full_rewind_is_reported(run, capfd):
     assert main(["rewind", str(run), "--step", "10"]) == 2  # even without a summary
 
 
+@pytest.mark.longer
 def test_rewind_reaches_failed_step_but_no_further(run, capfd):
     """The step in which a run failed can be trained again, and a later step is refused."""
     change(run / "summary.json", lambda summary: summary.update(status="failed", steps=7))

@@ -130,6 +130,7 @@ def check_state(whole: Path, capfd: Any, data: Any, command: str) -> None:
     refused_or_done(command, whole, capfd, lambda folder: with_state(folder, changed(content, path, value)))
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("damage-is-detected")
 @settings(max_examples=5, **REST)
 @given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)))
@@ -138,6 +139,7 @@ def test_signed_manifest_is_used_or_refused(whole, capfd, data, command) -> None
     check_manifest(whole, capfd, data, command)
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("damage-is-detected")
 @settings(max_examples=5, **REST)
 @given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)))
@@ -198,6 +200,7 @@ class Enormous(Small):
 NUMBERS = [1]
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("display", ["--silent", "--no-console-output", "--live"])

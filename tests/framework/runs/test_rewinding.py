@@ -78,6 +78,7 @@ def assert_the_same(found: Path, expected: Path, first: int, last: int) -> None:
     assert not [key for key in ours.keys() - wanted.keys() if not re.search("solution|^gradient_projection", key[0])]
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("runs-can-be-verified")
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
@@ -104,6 +105,7 @@ def test_rewound_hooks_measure_like_original_hooks(runner, step, finished):
     assert contents(finished / "bare") == before
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.guarantee("runs-can-be-verified")
 @pytest.mark.parametrize(("step", "since"), [(1, 0), (2, 0), (3, 2), (4, 3), (12, 10)])
@@ -117,6 +119,7 @@ def test_rewind_starts_at_nearest_earlier_checkpoint(step, since, finished, tmp_
     assert_the_same(path, runs / "small/plain", since + 1, step + 1)
 
 
+@pytest.mark.longer
 def test_new_hooks_start_between_two_epochs(finished, tmp_path):
     runs = shutil.copytree(finished / "bare", tmp_path / "runs")
     path, began, _ = rewind(runs, Stretch(8, 9), hooks=["counterfactual", "norms"])
@@ -129,6 +132,7 @@ def test_new_hooks_start_between_two_epochs(finished, tmp_path):
     assert {key: value for key, value in ours.items() if "solution" not in key[0]}.items() <= expected.items()
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("runs-can-be-verified")
 def test_rewind_reports_first_divergent_tensor(finished, tmp_path):
     """The error and the failed summary name the step and the tensor."""
@@ -159,6 +163,7 @@ def test_impossible_rewind_is_refused(finished, tmp_path):
         Stretch(3, 2)
 
 
+@pytest.mark.longer
 def test_rewind_command_keeps_committing_hooks(tmp_path, capfd):
     """The command accepts further hooks and requires a step or --spike."""
     words = ["run", "small", "--strategy", "plain", "--epochs", "3", "--save-checkpoints"]

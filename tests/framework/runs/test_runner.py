@@ -110,6 +110,7 @@ class Counting(Small):
         self.batches = state["batches"]
 
 
+@pytest.mark.longer
 def test_experiment_state_survives_hooks_and_checkpoints(tmp_path: Path) -> None:
     """Interventions leave the state of the experiment unchanged, and checkpoints contain it."""
     weights = []
@@ -122,6 +123,7 @@ def test_experiment_state_survives_hooks_and_checkpoints(tmp_path: Path) -> None
     assert content["state"]["extras"]["experiment"] == {"batches": 6}
 
 
+@pytest.mark.longer
 def test_experiment_state_restarts_per_strategy(tmp_path: Path) -> None:
     """A strategy gives the same weights alone and after another strategy."""
     session(tmp_path / "both", Counting, strategies=["plain", "other-order"]).run()

@@ -101,6 +101,7 @@ def test_experiment_chooses_its_default_hooks(tmp_path: Path, group, sinks: bool
     assert config["hooks"].keys() == active
 
 
+@pytest.mark.longer
 @pytest.mark.filterwarnings("ignore:.*vanishing gradient")  # of the bias before batch normalisation: it is zero
 def test_unsuitable_hook_of_group_is_left_out(tmp_path: Path) -> None:
     """The summary gives the reason."""
@@ -132,6 +133,7 @@ class Fragile(TrainingHook):
         return [MetricInfo("left", "n", "n", "n")]
 
 
+@pytest.mark.longer
 @pytest.mark.filterwarnings("ignore:.*vanishing gradient")
 @pytest.mark.parametrize(("at", "step"), [(1, 3), (2, 6)])
 def test_failing_hook_of_group_is_left_out(tmp_path: Path, at: int, step: int) -> None:
@@ -146,6 +148,7 @@ def test_failing_hook_of_group_is_left_out(tmp_path: Path, at: int, step: int) -
     assert len(told) <= 300
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("errors-are-contained")
 @pytest.mark.filterwarnings("ignore:.*vanishing gradient")
@@ -170,6 +173,7 @@ def test_named_unsuitable_hook_is_refused(tmp_path: Path) -> None:
     assert not contents(tmp_path)
 
 
+@pytest.mark.longer
 def test_shared_hook_is_reset_between_strategies(tmp_path: Path) -> None:
     session(tmp_path, strategies=["plain", "other-order"], hooks=["diary"]).run()
     assert lives == [
@@ -180,6 +184,7 @@ def test_shared_hook_is_reset_between_strategies(tmp_path: Path) -> None:
     assert [record.metrics["diary/fires"] for record in records] == [1, 2]
 
 
+@pytest.mark.longer
 def test_strategy_with_other_options_gets_its_own_hook(tmp_path: Path) -> None:
     strategies = ["plain", "other-order"]
     session(tmp_path, PerStrategy, strategies=strategies, hooks=["diary"]).run()
@@ -210,12 +215,14 @@ def test_user_options_override_strategy_options_individually(tmp_path: Path) -> 
     assert config["hooks"]["diary"] == {"width": 3, "label": "own"}
 
 
+@pytest.mark.longer
 def test_options_of_a_single_strategy_hook_are_accepted(tmp_path: Path) -> None:
     """The hook is enabled in only one of the strategies."""
     session(tmp_path, PerStrategy, strategies=["plain", "other-order"], hook_options={"diary": {"width": 3}}).run()
     assert lives[0] == ("made", 3)
 
 
+@pytest.mark.longer
 def test_committing_hook_is_a_treatment_of_its_strategy(tmp_path: Path) -> None:
     """Summary and config of the other strategy list no treatment."""
     summaries = session(tmp_path, strategies=["plain", "clipped"]).run()
@@ -343,6 +350,7 @@ def test_missing_accelerator_is_not_the_default(monkeypatch: pytest.MonkeyPatch)
         check_device("cuda:99")
 
 
+@pytest.mark.longer
 def test_both_loops_run_in_a_session(tmp_path: Path) -> None:
     (epoch,) = session(tmp_path, strategies=["plain"]).run()
     (step,) = session(tmp_path, SmallSteps, eval_every=2).run()

@@ -105,6 +105,7 @@ def run(folder: Path, runner: type[Small], hook: str, **options: Any) -> Path:
     return folder / runner.name / "plain"
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("runner", EXPERIMENTS)
@@ -127,6 +128,7 @@ def test_raising_hook_ends_run_with_checkpoint(runner, point, tmp_path: Path) ->
     assert not (folder / "plain_final.pt").exists()
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("runner", EXPERIMENTS)
@@ -144,6 +146,7 @@ def test_skipping_a_hook_keeps_final_weights(runner, point, tmp_path: Path) -> N
     assert summary["final"] == bare["final"]
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("runner", EXPERIMENTS)
@@ -163,6 +166,7 @@ def test_damaged_state_is_never_checkpointed(runner, on_error, tmp_path: Path) -
     assert not (folder / "plain_final.pt").exists()
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("runner", EXPERIMENTS)
 def test_no_hook_runs_on_damaged_state(runner, tmp_path: Path) -> None:
     """After the mutation no hook is called, and the sinks contain all steps up to it."""
@@ -282,6 +286,7 @@ def ctrl_c_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.usefixtures("ctrl_c_interrupts")
 @pytest.mark.parametrize("point", POINTS)
@@ -319,6 +324,7 @@ def test_experiment_bug_propagates_with_summary(tmp_path: Path) -> None:
     assert 'in compute_loss: raise ArithmeticError("no loss today")]' in summary["error"]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("hook", "status"), [("culprit", 1), ("misbehaving_hook", 1)])
 def test_command_reports_failed_run_in_one_line(hook: str, status: int, tmp_path: Path, capfd) -> None:
     """Raising and mutating hooks give exit status 1 and one line on stderr."""
@@ -329,6 +335,7 @@ def test_command_reports_failed_run_in_one_line(hook: str, status: int, tmp_path
     assert errors.startswith(f"loopscope: Hook '{hook}'")
 
 
+@pytest.mark.longer
 def test_unwritable_checkpoint_causes_warning(tmp_path: Path) -> None:
     """The run completes without the checkpoint."""
 
@@ -347,6 +354,7 @@ def test_unwritable_checkpoint_causes_warning(tmp_path: Path) -> None:
     assert read_json(tmp_path / "small/plain/summary.json")["status"] == "completed"
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("runner", EXPERIMENTS)
 @pytest.mark.parametrize("hooks", [[], ["norms", "hessian", "doubler"]])
@@ -365,6 +373,7 @@ def test_checkpoint_interval_changes_no_weights(runner, hooks, tmp_path: Path) -
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("runner", EXPERIMENTS)
 def test_resumed_session_matches_final_weights(runner: type[Small], tmp_path: Path) -> None:
@@ -379,6 +388,7 @@ def test_resumed_session_matches_final_weights(runner: type[Small], tmp_path: Pa
         assert torch.equal(state.model.state_dict()[name], value)
 
 
+@pytest.mark.longer
 def test_evaluation_interval_changes_no_weights(tmp_path: Path) -> None:
     weights = []
     for every in (1, 3, 7):

@@ -61,6 +61,7 @@ def test_run_continued_by_another_process_is_kept(option: str, tmp_path: Path) -
     assert contents(folder / "small/other-order") == meanwhile.left
 
 
+@pytest.mark.longer
 def test_unchanged_run_is_overwritten_on_request(tmp_path: Path) -> None:
     session(tmp_path, epochs=1).run()
     assert [summary["status"] for summary in session(tmp_path, epochs=1, overwrite=True).run()] == ["completed"] * 3

@@ -74,6 +74,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "small/plain"
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("runs-can-be-verified")
 def test_verify_names_equal_steps_or_difference(run: Path, capfd) -> None:
     """The command prints one line and changes no file, or exits with status 1 and names the first difference."""
@@ -87,6 +88,7 @@ def test_verify_names_equal_steps_or_difference(run: Path, capfd) -> None:
     assert "at step 6 (epoch 2), first in parameters/0.weight" in capfd.readouterr().err
 
 
+@pytest.mark.longer
 def test_verify_compares_random_intervals(run: Path, capfd) -> None:
     """With --intervals, only the steps between two checkpoints are trained, from the earlier one."""
     before = contents(run)
@@ -99,6 +101,7 @@ def test_verify_compares_random_intervals(run: Path, capfd) -> None:
     assert "at step 6 (epoch 2), first in parameters" in capfd.readouterr().err
 
 
+@pytest.mark.longer
 def test_verify_checks_every_run_of_folder(tmp_path: Path, capfd) -> None:
     """The folder of an experiment has all strategies and seeds, each trained with its committing hooks."""
     words = ["run", "small", "--strategy", "plain", "clipped", "--seed", "3", "4", "--epochs", "1"]
@@ -108,6 +111,7 @@ def test_verify_checks_every_run_of_folder(tmp_path: Path, capfd) -> None:
     assert capfd.readouterr().out.splitlines() == [f"{name}: identical bit for bit at 1 step: 3" for name in names]
 
 
+@pytest.mark.longer
 def test_verify_reports_what_it_cannot_compare(run: Path, tmp_path: Path, capfd) -> None:
     for words, sentence in (
         ([], "loopscope verify takes the folder of a run: loopscope verify RUN."),
@@ -145,6 +149,7 @@ def test_a_run_without_checkpoints_is_refused(finished: Path, tmp_path: Path) ->
         validate(tmp_path / "first")
 
 
+@pytest.mark.longer
 def test_digests_validate_run_without_checkpoints(tmp_path) -> None:
     """The digests of snapshots are sufficient in both loops, also after an early stop."""
     for runner, options, expected in (

@@ -103,6 +103,7 @@ def test_settings_are_restored_after_an_error(earlier: bool, monkeypatch: pytest
     assert torch.utils.deterministic.fill_uninitialized_memory == fill
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("on", [True, False])
 def test_settings_are_recorded_with_the_run(on: bool, tmp_path: Path) -> None:
     session(tmp_path, strategies=["plain"], no_determinism=not on).run()
@@ -111,6 +112,7 @@ def test_settings_are_recorded_with_the_run(on: bool, tmp_path: Path) -> None:
     assert recorded["cublas_workspace"] == (":4096:8" if on else os.environ.get(CUBLAS, "not set"))
 
 
+@pytest.mark.longer
 def test_nondeterministic_operation_is_refused_with_remedy(tmp_path, capfd) -> None:
     """The command prints one line that suggests --no-determinism, and the run completes with it."""
     words = ["run", "putting", "--strategy", "plain", "--no-console-output", "--output-dir", str(tmp_path)]

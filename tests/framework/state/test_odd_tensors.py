@@ -64,6 +64,7 @@ def spoil(run_ctx, model_ctx) -> None:
         run_ctx.model.adjacency = torch.eye(4)
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("every-training-mode")
 @pytest.mark.usefixtures("models")
 @pytest.mark.parametrize("model", [*LAYOUTS, "waves"])

@@ -57,6 +57,7 @@ def test_isolated_draws_do_not_affect_the_run(earlier, inside, later):
     assert numbers + draw(later) == expected
 
 
+@pytest.mark.longer
 @settings(deadline=None)
 @given(sequences, sequences)
 def test_restored_streams_repeat_the_draws(earlier, later):
@@ -124,6 +125,7 @@ def derived(seed, name, point, step, past=()):
         return [*draw(DRAWS), torch.rand(1, generator=owned).item()]
 
 
+@pytest.mark.longer
 @settings(deadline=None)
 @given(sequences)
 def test_derived_stream_ignores_earlier_draws(past):

@@ -194,6 +194,7 @@ def train_and_undo(run_ctx: Any, model_ctx: Any) -> None:
     model_ctx.run_training_epoch(model_ctx.loader)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("interventions-are-undone")
 @pytest.mark.parametrize("audit", [False, True])

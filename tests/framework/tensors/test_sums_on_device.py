@@ -28,6 +28,7 @@ def test_sums_equal_the_formula(size):
     assert device_sums(raw).tolist() == by_formula(bytes(raw.tolist()))
 
 
+@pytest.mark.longer
 def test_long_tensors_equal_the_formula(monkeypatch):
     """More chunks than are processed at once."""
     monkeypatch.setattr("loopscope.tensors.sums_on_device.AT_ONCE", 2)

@@ -98,6 +98,7 @@ def by_hand(case: Case, pieces: int) -> dict[str, Tensor]:
     return task.model.state_dict()
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("every-training-mode")
 @matrix("optimizer, loop, model, pieces", CLOSURES, LOOPS, MODELS, [1, 2])
 def test_closure_steps_match_torch_with_hooks(optimizer, loop, model, pieces):
@@ -209,6 +210,7 @@ def with_plateau(task, state):
     return task, state
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("every-training-mode")
 @pytest.mark.parametrize("loop", LOOPS)

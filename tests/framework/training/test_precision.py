@@ -48,6 +48,7 @@ def gradients(ctx: Any) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in ctx.model.named_parameters()}
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.guarantee("every-training-mode")
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
@@ -113,6 +114,7 @@ def test_loss_scale_falls_and_scheduler_waits_when_skipping() -> None:
     assert all(parameter.isfinite().all() for parameter in run.task.model.parameters())
 
 
+@pytest.mark.longer
 def test_mean_gradient_excludes_skipped_steps() -> None:
     class MeanGradientRecorder(at(SpyHook, HookPoint.POST_EPOCH)):
         needs_grads = True
@@ -166,6 +168,7 @@ def test_losses_use_the_requested_precision(amp: str, dtype: torch.dtype) -> Non
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])

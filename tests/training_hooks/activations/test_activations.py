@@ -77,6 +77,7 @@ def test_values_match_captured_outputs(tmp_path, name):
     assert_equal_to_captured(recorded(tmp_path, name), captured(name, 1))
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", ["vit", "llama", "lstm"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_micro_batches_equal_the_whole_batch(tmp_path, name, count):
@@ -84,6 +85,7 @@ def test_micro_batches_equal_the_whole_batch(tmp_path, name, count):
     assert values == pytest.approx(whole, rel=1e-4, nan_ok=True)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", ["vit", "llama", "mixtral"])
 def test_checkpointed_models_are_measured_once(tmp_path, name, use_reentrant):
@@ -92,6 +94,7 @@ def test_checkpointed_models_are_measured_once(tmp_path, name, use_reentrant):
     assert recomputed == pytest.approx(plain, rel=1e-4, nan_ok=True)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", ["llama", "convnet"])
 def test_autocast_outputs_are_measured_as_computed(tmp_path, name):
     """The outputs are those of the pass in bfloat16."""
@@ -112,6 +115,7 @@ class Deep(nn.Sequential):
         super().__init__(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(40)), nn.Linear(4, 3))
 
 
+@pytest.mark.longer
 def test_budget_limits_every_family(tmp_path):
     """Of 40 blocks, the ten largest and the five smallest values of each family are reported, and all are written."""
     torch.manual_seed(0)

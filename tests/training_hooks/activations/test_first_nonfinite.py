@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from tests.support.tiny_transformers import build
 
+pytestmark = pytest.mark.longer
+
 STEP = 3
 MASKS: list[Tensor] = []
 """Dropout masks of passes; global, since measurements restore the objects that a module refers to."""

@@ -25,6 +25,7 @@ def drawn(seed: int, tokens: int, units: int) -> torch.Tensor:
     return torch.randn(tokens, units, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.longer
 @given(st.integers(0, 10**6), st.integers(2, 9), st.integers(1, 9), st.integers(-126, 120), st.integers(1, 4))
 def test_statistics_match_numpy_at_every_scale(seed, tokens, units, exponent, parts):
     """The sums of parts are those of the whole, from the smallest normal number to near the largest."""

@@ -292,6 +292,7 @@ def test_initially_frozen_parameters_are_named_once():
     assert len(caught) == 1
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", MODELS)

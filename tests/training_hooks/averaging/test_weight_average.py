@@ -191,6 +191,7 @@ def loss_of(case: Case, weights: Values) -> float:
         return first_loss(model.eval())["val_loss"]
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loop", LOOPS)
@@ -210,6 +211,7 @@ def test_averages_match_brute_force_and_evaluation(loop, model):
     assert reports["ema"] != reports["swa"] != first_loss(run.task.model.eval())
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize(
     ("start", "expected"), [(0.0, [1, 2, 3, 4, 5, 6]), (0.5, [3, 4, 5, 6]), (0.75, [5, 6]), (4, [4, 5, 6]), (9, [])]
@@ -245,6 +247,7 @@ def test_nothing_is_reported_before_first_update(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_averages_load_and_match_reported_loss(dtype, tmp_path):
@@ -282,6 +285,7 @@ def test_average_files_count_as_run_output(tmp_path):
         assert not path.exists()
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", MODELS)
@@ -391,6 +395,7 @@ def test_two_rank_averages_match_one_process(tmp_path):
             torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.longer
 def test_averages_are_evaluated_at_interval_and_end() -> None:
     """evaluate_every counts snapshots and must be at least 1."""
     hook = WeightAverage(interval=1, averages="ema", evaluate_every=2)

@@ -89,6 +89,7 @@ def read(folder: Path) -> dict[int, Metrics]:
     return found
 
 
+@pytest.mark.longer
 def test_steps_outside_of_checks_have_three_numbers(tmp_path: Path) -> None:
     found = run(tmp_path, data=batches(22), interval=12)
     assert sorted(found) == list(range(1, 23))

@@ -160,6 +160,7 @@ def test_means_are_over_all_heads():
         assert metrics[f"mean_{kind}"].item() == pytest.approx(np.mean(values))
 
 
+@pytest.mark.longer
 def test_rows_follow_epochs_and_circuits_follow_snapshots():
     """In the step loop, snapshots report both."""
     run = train(Case("transformer"), [Attention()], steps=6)
@@ -173,6 +174,7 @@ def test_rows_follow_epochs_and_circuits_follow_snapshots():
     )
 
 
+@pytest.mark.longer
 def test_second_strategy_uses_its_own_data_and_model():
     """After reset, the hook reports the same metrics as a new hook."""
     hook, case = Attention(), Case("transformer", "sgd_momentum")
@@ -181,6 +183,7 @@ def test_second_strategy_uses_its_own_data_and_model():
     assert train(case, [hook]).sink.emitted == train(case, [Attention()]).sink.emitted
 
 
+@pytest.mark.longer
 def test_rows_are_read_at_interval_and_snapshots():
     """With every=3, the hook reads the rows after the third epoch and at each snapshot, including the last."""
     run = train(Case("transformer"), [Attention(every=3)], steps=15)
@@ -318,6 +321,7 @@ def test_inputs_are_split_by_rows():
     assert all(len(piece[1]) == 3 for piece in pieces)
 
 
+@pytest.mark.longer
 def test_sampling_errors_match_brute_force():
     """The errors are independent of the split into pieces, and missing for one sample."""
     case = Case("transformer")
@@ -447,6 +451,7 @@ def test_invalid_options_are_refused(options):
         train(Case("transformer"), [Attention(**options)])
 
 
+@pytest.mark.longer
 def test_recording_leaves_the_output_unchanged():
     """The output equals that of the context's plain forward pass."""
     outputs = []

@@ -215,6 +215,7 @@ def test_unknown_shifts_give_no_maximum():
     assert metrics["mean_entropy"] == pytest.approx(sum(head["entropy"] for head in expected) / HEADS, rel=1e-5)
 
 
+@pytest.mark.longer
 def test_heads_are_chosen_by_budget(tmp_path):
     """The default reports 15 of 21 heads; patterns add others, and the file has all."""
     model = nn.Sequential(*(Net(Fused()) for _ in range(7)))

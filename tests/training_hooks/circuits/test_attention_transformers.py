@@ -136,6 +136,7 @@ def test_attention_metrics_match_model_weights(kind, implementation, dtype):
                 assert metrics[f"{circuit}_norm/{name}.{head}"].item() == pytest.approx(product.norm().item(), rel=1e-4)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_run_on_dict_batches_is_measured(kind):

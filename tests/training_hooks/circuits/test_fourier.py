@@ -83,6 +83,7 @@ def test_nyquist_frequency_counts_once():
     assert torch.allclose(one_sided_power(alternating), torch.tensor([0, 0, 0, 8.0], dtype=torch.float64))
 
 
+@pytest.mark.longer
 @given(shares)
 def test_gini_is_mean_difference_over_twice_mean(values):
     x = np.array(values)

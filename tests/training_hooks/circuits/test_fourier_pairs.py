@@ -137,6 +137,7 @@ def test_excluded_loss_is_nan_without_training_pairs():
     assert losses["full_loss"] > 0
 
 
+@pytest.mark.longer
 @given(st.integers(2, 30).flatmap(lambda p: st.tuples(st.just(p), st.sets(st.integers(1, p // 2), min_size=1))))
 def test_the_waves_are_orthonormal_and_have_no_mean(case):
     p, frequencies = case
@@ -209,6 +210,7 @@ def scatter_of_few_rows(trials):
     }
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("trials", [60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_few_row_estimates_stay_within_stated_error(trials):
     """Over many draws, bias and scatter agree with the reported bias and error."""
@@ -297,6 +299,7 @@ def test_hook_reports_losses_of_all_pairs(piece, monkeypatch):
     assert {name: metrics[name] for name in LOSSES} == pytest.approx(expected)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("cached", [10**9, 1])
 @pytest.mark.parametrize("options", [{"rows": 5}, {}])
 def test_many_pairs_use_fixed_rows_with_errors(options, cached, monkeypatch):
@@ -313,6 +316,7 @@ def test_many_pairs_use_fixed_rows_with_errors(options, cached, monkeypatch):
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
+@pytest.mark.longer
 def test_all_pairs_have_no_bias_or_error():
     """With a single row there is a notice that errors need at least two rows."""
     names = set(reported(Circles(), all_pairs()))
@@ -394,6 +398,7 @@ def teach_sums(task, state):
     task.loader = TensorLoader((inputs, inputs.sum(dim=1) % TOKENS), BATCH, fixed_order(torch.arange(ROWS)))
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("model", ["transformer", "tied"])
 @pytest.mark.parametrize("loop", ["epoch", "step"])

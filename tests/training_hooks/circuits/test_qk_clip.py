@@ -165,6 +165,7 @@ def attached(
     return found
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", ["fused", "shared keys", "torch"])
 def test_same_batch_then_has_the_threshold(name, tmp_path):
     """With learning rate 0 the second step's largest logit is the threshold, and nothing more is clipped."""
@@ -177,6 +178,7 @@ def test_same_batch_then_has_the_threshold(name, tmp_path):
     assert second["largest_logit"] == pytest.approx(0.5, rel=1e-12)
 
 
+@pytest.mark.longer
 def test_heads_below_threshold_keep_their_bits(tmp_path):
     torch.manual_seed(0)
     model = Net(WrittenOut())
@@ -191,6 +193,7 @@ def test_heads_below_threshold_keep_their_bits(tmp_path):
         assert rows[WIDTH // HEADS :].all()
 
 
+@pytest.mark.longer
 def test_maximum_is_over_micro_batches(tmp_path):
     model = Net(Fused()).double()
     torch.nn.init.normal_(model.layer.qkv.weight)
@@ -199,6 +202,7 @@ def test_maximum_is_over_micro_batches(tmp_path):
     assert parts[0]["largest_logit"] == pytest.approx(whole[0]["largest_logit"], rel=1e-12)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers_are_clipped(reentrant, tmp_path):
     model = Net(Fused(), reentrant).double()
@@ -206,12 +210,14 @@ def test_checkpointed_layers_are_clipped(reentrant, tmp_path):
     assert last["largest_logit"] == pytest.approx(0.1)
 
 
+@pytest.mark.longer
 def test_bfloat16_reaches_threshold_to_rounding(tmp_path):
     model = Net(Fused()).bfloat16()
     *_, last = attached(model, tmp_path / "run", [[samples().bfloat16()]] * 2, threshold=0.5)
     assert last["largest_logit"] == pytest.approx(0.5, rel=0.02)
 
 
+@pytest.mark.longer
 def test_nonfinite_logits_clip_nothing(tmp_path):
     model = Net(WrittenOut())
     with torch.no_grad():

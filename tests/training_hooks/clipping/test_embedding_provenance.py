@@ -145,6 +145,7 @@ def test_names_that_are_no_modules_are_refused() -> None:
         start("tied", EmbeddingProvenance(embedding="embedding", projection="mixx"))
 
 
+@pytest.mark.longer
 def test_untied_matrices_are_measured_sparsely_by_default() -> None:
     """With interval=1 they are measured at every step."""
     counts = []

@@ -147,6 +147,7 @@ def test_untied_head_is_found_next_to_decoy() -> None:
     assert "embedding_provenance uses embedding 'wte' and output projection 'lm_head', untied (two matrices)." in said
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("hook", [EmbeddingProvenance, OutputProjectionClip])
 def test_functional_head_run_matches_bare_run(hook: type[Any]) -> None:

@@ -183,6 +183,7 @@ def planted_norms(steps: int) -> list[list[float]]:
     return rows
 
 
+@pytest.mark.longer
 def test_zclip_gradients_match_the_rule():
     """The hook clips the planted spikes and only a few other steps."""
     planted, history, spikes = Planted(method="zclip"), torch.zeros(3, dtype=torch.float64), []
@@ -195,6 +196,7 @@ def test_zclip_gradients_match_the_rule():
     assert len(spikes) < 7
 
 
+@pytest.mark.longer
 def test_adagc_gradients_match_the_rule():
     """The hook applies the factors of the rule and stores the parameter names in its state."""
     planted, gammas = Planted(method="adagc", warmup=10, lambda_abs=1.5), Gammas()
@@ -206,6 +208,7 @@ def test_adagc_gradients_match_the_rule():
     assert planted.hook.state_dict()["gammas"]["names"] == [*planted.named]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("rule", ["zclip", "adagc"])
 @pytest.mark.parametrize("at_step", some_of([10, 3, 40], 3))
 def test_resumed_clipping_matches_uninterrupted_clipping(rule, at_step):
@@ -229,6 +232,7 @@ def test_the_history_of_another_rule_is_left():
     assert repr(zclip.hook.state_dict()) == repr(GradClip(method="zclip").state_dict())
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("rule", ["zclip", "adagc"])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -285,6 +289,7 @@ def test_float16_gradients_with_overflowing_norm_are_scaled(rule):
         torch.testing.assert_close(parameter.grad, expected, rtol=2e-3, atol=0)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("rule", RULES)
 def test_skipped_float16_steps_leave_no_trace(rule):

@@ -184,6 +184,7 @@ def test_norm_history_resumes_within_a_window() -> None:
     assert history.mean == 5.0
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("scope", ["weight", "logits"])
 @pytest.mark.parametrize("loop", ["epoch", "step"])

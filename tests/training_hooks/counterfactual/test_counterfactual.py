@@ -126,6 +126,7 @@ def test_alignment_without_ordering_is_nan():
     torch.testing.assert_close(found["content_solution_cosine"], torch.cosine_similarity(-g, way, dim=0))
 
 
+@pytest.mark.longer
 def test_solution_excess_detects_planted_order_effect():
     """A random order has no significant excess over 300 draws."""
     generator = torch.Generator().manual_seed(0)
@@ -178,6 +179,7 @@ def deviation(values: Tensor) -> float:
     return (values.mean() / (values.std() / math.sqrt(len(values)))).item()
 
 
+@pytest.mark.longer
 def test_pure_noise_matches_formula_without_excess():
     """Both fractions match their formulas over 400 trials."""
     found = simulate(k=3, size=3000, noise_energy=3.0, order_energy=0.0, trials=400)
@@ -196,6 +198,7 @@ def test_excess_is_unbiased_in_few_dimensions(k, noise_energy):
     assert abs(deviation(found["excess"])) < 3
 
 
+@pytest.mark.longer
 def test_planted_order_effect_matches_formula():
     """The mean excess of the simulation equals the closed form."""
     r, q, k = 1.0, 2.0, 4
@@ -246,6 +249,7 @@ def test_errors_match_definitions_on_vectors(k, effect):
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-9, msg=name)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("spread", [0.0, 1e-9, 1e-7, 1e-5])
 def test_equal_epochs_stay_in_declared_ranges(spread):
     """Epochs of one full batch have equal gradients, whose cosines rounding may take beyond 1."""
@@ -340,6 +344,7 @@ def test_two_shuffles_give_notice_instead_of_errors():
     assert not any(name.endswith(("_error", "_half_width")) for name in names)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("noise_energy", [1.0, 10.0])
 def test_clamped_excess_is_unbiased(noise_energy):
@@ -423,6 +428,7 @@ def test_hook_measures_early_epochs_then_snapshots():
     assert sorted(calls) == sorted(expected)
 
 
+@pytest.mark.longer
 def test_hook_preserves_run_and_skips_step_loop():
     case = Case("batchnorm_mlp", "adamw_fused")
     run = train(case, [Counterfactual()], steps=6)

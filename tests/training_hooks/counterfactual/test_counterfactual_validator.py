@@ -45,6 +45,7 @@ def test_batched_splits_match_counterfactual_hook(shuffles):
         torch.testing.assert_close(values, of_set(gram, 0, shuffles)[name].expand(2), msg=name)
 
 
+@pytest.mark.longer
 def test_estimates_are_the_means_over_all_sets():
     gram = epochs(1, effect=0.5)[0]
     estimates = estimates_by_count(gram)[0]
@@ -81,6 +82,7 @@ def test_interval_covers_zero_without_effect(size, noise):
     assert ((low <= 0) & (high >= 0)).double().mean().item() >= 0.93
 
 
+@pytest.mark.longer
 def test_interval_excludes_zero_with_planted_effect():
     """More than 95 percent of the lower bounds are positive."""
     low, _ = intervals(epochs(20, size=300, noise=1.0, effect=2.0))

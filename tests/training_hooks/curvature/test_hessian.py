@@ -190,6 +190,7 @@ def test_network_entanglement_is_a_gradient_difference(optimizer):
         assert rows[step]["own_loss_change_predicted"] == pytest.approx(dot(own[0], update).item(), rel=1e-9)
 
 
+@pytest.mark.longer
 def test_sgd_approximations_agree_and_improve():
     """Under SGD, their error is proportional to the learning rate."""
     errors = []
@@ -208,6 +209,7 @@ def test_sgd_formula_fails_under_adam():
     assert row["sgd_error"] > 0.8
 
 
+@pytest.mark.longer
 def test_finite_differences_match_exact_products():
     exact = measured(network_task(0.2), Hessian(**ALWAYS))[0]
     differences = measured(network_task(0.2), Hessian(method="finite_difference", epsilon=1e-4, **ALWAYS))[0]
@@ -217,6 +219,7 @@ def test_finite_differences_match_exact_products():
         assert differences[step] == pytest.approx(row, rel=1e-5)
 
 
+@pytest.mark.longer
 def test_zero_length_step_has_no_entanglement():
     """Dropout and batch norm do not add any."""
 
@@ -275,6 +278,7 @@ def test_unknown_metrics_are_omitted(optimizer):
     assert ("stability_ratio" in row) == (optimizer != "RMSprop")
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_bursts_report_entanglement_from_second_step(loop):
@@ -286,6 +290,7 @@ def test_bursts_report_entanglement_from_second_step(loop):
     assert_same_bytes(run, case, 12)
 
 
+@pytest.mark.longer
 def test_adjacent_bursts_are_one_burst():
     run = train(Case("tied"), [Hessian(every_n_steps=2, burst_length=2)], steps=6)
     assert [row[2] for row in run.sink.rows("hessian/entanglement_norm")] == [2, 3, 4, 5, 6]
@@ -330,6 +335,7 @@ def resumed(*, with_state: bool) -> Rows:
     return rows_of(sink)
 
 
+@pytest.mark.longer
 def test_resumed_burst_matches_uninterrupted_burst():
     """Without the saved state, the burst starts again and lacks its first metrics."""
     whole = measured(network_task(0.2), Hessian(**ALWAYS))[0]

@@ -88,6 +88,7 @@ def test_repeated_eigenvalues_have_right_multiplicity(diagonal):
     assert (vectors @ vectors.T - torch.eye(4)).abs().max() < 1e-12
 
 
+@pytest.mark.longer
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=12), st.integers(1, 14), st.integers(0, 99))
 def test_ritz_values_respect_spectrum_and_residual_bounds(eigenvalues, iterations, seed):
@@ -135,6 +136,7 @@ def test_basis_averaged_density_has_spectral_moments():
     )
 
 
+@pytest.mark.longer
 def test_random_probes_estimate_the_moments():
     matrix = symmetric(clustered())
     probes = rademacher(N, 400, torch.Generator().manual_seed(3), matrix)

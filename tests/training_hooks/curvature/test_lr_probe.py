@@ -168,6 +168,7 @@ def test_losses_match_manual_range_test(momentum):
     assert last["losses"][0] != found["losses"][0]
 
 
+@pytest.mark.longer
 def test_unstable_learning_rate_diverges():
     task = task_of()
     ((_, found), _) = measured(task, LrProbe(steps=200, smoothing=0.0, lr_min=1e-4, lr_max=100.0))
@@ -185,6 +186,7 @@ def test_zero_learning_rates_grow_too():
     assert task.model.x.item() == 1.0
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.guarantee("interventions-are-undone")
 @every_pair
@@ -195,6 +197,7 @@ def test_probe_leaves_no_trace(case):
     assert_same_bytes(run, case, 7)
 
 
+@pytest.mark.longer
 def test_snapshot_interval_survives_resume():
     """The interval continues after a resume and restarts after reset()."""
 

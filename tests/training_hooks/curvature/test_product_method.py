@@ -152,6 +152,7 @@ def sentences(capsys: Any) -> list[str]:
     return re.findall("Hook '[a-z]*' measures curvature by .*?[.] ", " ".join(capsys.readouterr().out.split()) + " ")
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("hook", ["hessian", "sharpness"])
 @pytest.mark.parametrize("name", EXACT)
 def test_correct_products_stay_exact(name: str, hook: str, tmp_path: Any, capsys: Any) -> None:
@@ -160,6 +161,7 @@ def test_correct_products_stay_exact(name: str, hook: str, tmp_path: Any, capsys
     assert metrics[f"{hook}/exact_products"] == 1
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("hook", ["hessian", "sharpness"])
 @pytest.mark.parametrize("name", INEXACT)
 def test_finite_differences_replace_inexact_products(name: str, hook: str, tmp_path: Any, capsys: Any) -> None:
@@ -195,6 +197,7 @@ def products(make: Make, loss: Any, dtype: torch.dtype, method: str, out: Any) -
     return flat[0]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", ["fused loss", "once differentiable", "reentrant checkpointing"])
 def test_finite_differences_match_closed_form(name: str, tmp_path: Any) -> None:
     make, loss, _ = INEXACT[name]

@@ -73,6 +73,7 @@ def flat(vector: dict[str, Tensor]) -> Tensor:
     return torch.cat([value.detach().reshape(-1) for value in vector.values()])
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_eigenvalues_match_dense_hessian(name):
@@ -96,6 +97,7 @@ def test_smallest_eigenvalue_has_an_error(name):
     assert values["smallest_eigenvalue"] >= expected[0] - 1e-9
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_trace_matches_dense_hessian(name):
@@ -122,6 +124,7 @@ def test_density_matches_dense_hessian():
     assert (density - kernel.mean(dim=1)).abs().max() < 0.1 * kernel.mean(dim=1).max()
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("name", ["mlp", "tied weights", "dropout", "frozen and unused parameters"])
@@ -197,6 +200,7 @@ def test_critical_sharpness_matches_curvature_along_gradient(momentum):
     }
 
 
+@pytest.mark.longer
 def test_preconditioned_critical_sharpness_is_rayleigh_quotient():
     """The loss is quadratic; the quotient uses the preconditioned Hessian and is at most its largest eigenvalue."""
     values, ctx = measured(linear_task(torch.optim.Adam, betas=(0.9, 0.99), eps=1e-3), Sharpness(**CRITICAL))
@@ -251,6 +255,7 @@ def test_uphill_step_has_zero_critical_lr():
     assert values["update_critical_lr"] == 0
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", ["dropout", "batch norm", "uneven micro-batches"])
 def test_critical_step_restores_loss_with_same_dropout(name):
     """The loss is below its start at 0.99 of the step and above it at 1.01, with the dropout mask of the run."""
@@ -267,6 +272,7 @@ def test_critical_step_restores_loss_with_same_dropout(name):
             assert (loss() - before).sign() == sign
 
 
+@pytest.mark.longer
 def test_finite_differences_match_exact_spectrum():
     exact, _ = measured(task_of("mlp"), Sharpness(**WHOLE))
     other, _ = measured(task_of("mlp"), Sharpness(**WHOLE, method="finite_difference", epsilon=1e-4))
@@ -300,6 +306,7 @@ def still_task(order, batch_size: int = 4) -> TrainingTask:
     )
 
 
+@pytest.mark.longer
 def test_single_batch_data_is_reported():
     """A notice reports that the measurement needs two batches."""
     with pytest.warns(RunNotice, match="The data are a single batch; the error of sharpness/sharpness needs"):
@@ -342,6 +349,7 @@ def test_bias_and_spread_match_dense_hessians():
     assert 0 < values["sharpness_bias_by_rows"]["8"] < values["sharpness_bias_by_rows"]["4"]
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize(
     ("option", "metrics"),
@@ -364,6 +372,7 @@ def test_too_few_samples_omit_errors_with_notice(option, metrics):
     assert {"sharpness", "trace", "density", "eigenvalue_rms"} <= values.keys()
 
 
+@pytest.mark.longer
 def test_undrawable_loader_is_measured_in_order():
     """A notice reports that the first rows of the run's order are measured because the loader cannot draw rows."""
 

@@ -31,6 +31,7 @@ def threshold(optimizer_class, **options) -> float | None:
     return stability_threshold(optimizer_class, optimizer_groups(model, optimizer))
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize(
     ("options", "expected"),
@@ -52,6 +53,7 @@ def test_sgd_diverges_above_its_threshold_and_not_below(options, expected):
     assert not grows(torch.optim.SGD, found * 0.99, **options)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9])
 def test_adam_diverges_only_above_its_threshold(beta):
@@ -129,6 +131,7 @@ def test_preconditioner_matches_adam_denominator(optimizer_class, amsgrad):
     torch.testing.assert_close(-LR * model.weight.grad / found["weight"], model.weight.detach() - before)
 
 
+@pytest.mark.longer
 @given(st.floats(1e-4, 1e4), st.floats(1e-2, 1e2))
 def test_critical_step_matches_the_parabola_root(crossing, curvature):
     """The search uses exactly 20 evaluations."""

@@ -135,6 +135,7 @@ def test_planted_collapse_is_found(name):
     assert found["balance_loss"] > (0.9 * full if routers[-1].scores == "softmax" else 1.05)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("parts", [2, 3])
 def test_micro_batches_add_up(parts):
     whole, _ = trained(mixture(), [MoeRouter(**ALL)])
@@ -168,6 +169,7 @@ def test_run_has_the_bytes_of_the_bare_run(name):
     assert not differences(without_on_demand(hooked.digest()), without_on_demand(bare.digest()))
 
 
+@pytest.mark.longer
 def test_bfloat16_routers_are_read():
     found, _ = trained(mixture().bfloat16(), [MoeRouter(**ALL)])
     assert 0.9 < found["balance_loss"] < 2
@@ -179,6 +181,7 @@ def in_autocast(model: nn.Module, batch: Any) -> Tensor:
         return token_loss(model, batch)
 
 
+@pytest.mark.longer
 def test_autocast_logits_are_read_as_computed():
     """The logits of the pass are bfloat16, and are counted as they are."""
     model = mixture()
@@ -193,6 +196,7 @@ def test_autocast_logits_are_read_as_computed():
 # Modules without transformers
 
 
+@pytest.mark.longer
 def test_custom_modules_are_found_by_their_experts():
     model = mixture()
     assert [router.name for router in find_routers(model)] == ["layers.0.gate", "layers.1.gate"]
@@ -201,6 +205,7 @@ def test_custom_modules_are_found_by_their_experts():
     assert sum(found[f"load/layers.1.gate/{expert}"] for expert in range(4)) == pytest.approx(4)
 
 
+@pytest.mark.longer
 def test_named_modules_are_routers():
     """Any module that returns logits, with top_k from the option."""
     model = mixture()
@@ -210,6 +215,7 @@ def test_named_modules_are_routers():
     assert found["load/head/0"] >= 0
 
 
+@pytest.mark.longer
 def test_checkpointed_custom_layers_count_once():
     class Checkpointed(Mixture):
         def forward(self, tokens: Tensor) -> Tensor:
@@ -233,6 +239,7 @@ def test_defaults_report_few_series_per_family():
     assert sorted(loads.values()) == sorted([*ranked[:3], *ranked[-5:]])
 
 
+@pytest.mark.longer
 def test_whole_families_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "unused").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -275,6 +282,7 @@ def test_invalid_options_are_refused(option, value):
         MoeRouter(**{option: value})
 
 
+@pytest.mark.longer
 def test_outputs_without_logits_are_reported_once():
     """The module returns no logits: one notice, and no metrics."""
     torch.manual_seed(0)

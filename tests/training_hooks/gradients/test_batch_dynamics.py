@@ -111,6 +111,7 @@ def test_planted_directions_are_counted(rank):
     assert report["leading_share"] == pytest.approx(1 / rank, rel=1e-3)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("memory", [0.0, 0.7, 0.98])
 def test_projected_numbers_keep_within_their_stated_errors(memory):
     rows = autoregressive(60, 20_000, memory)
@@ -164,6 +165,7 @@ class GradientLog(at(SpyHook, HookPoint.POST_BACKWARD)):
         return {}
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", MODELS)

@@ -63,6 +63,7 @@ def test_metrics_match_mean_gradients(loop, options, model):
     assert {row[2] for row in rows} == {number * length for number in range(2, len(means) + 1)}
 
 
+@pytest.mark.longer
 @matrix("model, optimizer, loop", MODELS, ["adamw_fused", "adafactor"], LOOPS)
 def test_resumed_hook_reports_same_metrics(model, optimizer, loop):
     """Reloading the hook at every call changes neither its metrics nor the run."""

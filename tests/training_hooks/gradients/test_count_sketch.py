@@ -80,6 +80,7 @@ def test_cosines_stay_within_four_standard_errors(cosine, shape):
         assert abs(sketched_cosine(one, other) - cosine) < 4 * error + 1e-6
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("cosine", [0.0, 0.5, 0.9])
 def test_measured_error_matches_the_stated_one(cosine):
@@ -89,6 +90,7 @@ def test_measured_error_matches_the_stated_one(cosine):
     assert measured / cosine_error(cosine, DIMENSIONS) == pytest.approx(1, abs=0.15)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_projection_family_error_is_as_stated(shape):

@@ -86,6 +86,7 @@ def by_hand(model: Mlp) -> list[float]:
     return [float(gradient.norm()) for gradient in torch.autograd.grad(loss, model.outputs)]
 
 
+@pytest.mark.longer
 def test_norms_and_gains_match_autograd():
     model = build_mlp()
     norms = by_hand(model)
@@ -99,6 +100,7 @@ def test_norms_and_gains_match_autograd():
     assert metrics["total_gain/blocks"] == pytest.approx(math.prod(expected), rel=1e-12)
 
 
+@pytest.mark.longer
 def test_planted_faulty_blocks_are_reported():
     """The gain of each block equals its scale, and the two warnings name only the planted blocks."""
     scales = [1.0, 1.0, 0.9, 0.01, 1.0, 1.2, 50.0, 1.0]
@@ -113,6 +115,7 @@ def test_planted_faulty_blocks_are_reported():
     ]
 
 
+@pytest.mark.longer
 def test_gradients_beyond_float32_squares_are_measured():
     with pytest.warns(UserWarning, match=r"blocks.* and 1 more"):
         metrics = run(build_mlp([1e-6] * 7, torch.float32), GradientFlow())
@@ -121,6 +124,7 @@ def test_gradients_beyond_float32_squares_are_measured():
     assert float(square_norm(torch.full((3,), 60000.0, dtype=torch.float16))) == pytest.approx(3 * 60000.0**2)
 
 
+@pytest.mark.longer
 @pytest.mark.slow_rows("5")
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("parts", [2, 3, 5])
@@ -129,12 +133,14 @@ def test_micro_batch_norms_combine_to_batch_norms(parts):
     assert accumulated == pytest.approx(single, rel=1e-10)
 
 
+@pytest.mark.longer
 def test_float16_loss_scale_is_divided_out():
     """A run with a GradScaler reports the same metrics as a run without one."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     assert run(build_mlp(), GradientFlow(), scaler=scaler) == pytest.approx(run(build_mlp(), GradientFlow()), rel=1e-12)
 
 
+@pytest.mark.longer
 def test_non_finite_gradients_are_reported():
     """They change no state of the hook, and later runs report the same metrics as before."""
     model, hook = build_mlp(), GradientFlow(interval=1)
@@ -170,6 +176,7 @@ class Recurrent(Mlp):
         return self.head(x)
 
 
+@pytest.mark.longer
 def test_reused_block_combines_both_uses():
     """The norm of a block that is used twice is the root of the sum of both squared norms."""
     torch.manual_seed(0)
@@ -180,6 +187,7 @@ def test_reused_block_combines_both_uses():
     assert [metrics[f"norm/blocks.{number}"] for number in range(DEPTH)] == pytest.approx(combined, rel=1e-12)
 
 
+@pytest.mark.longer
 def test_blocks_without_a_gradient_are_omitted():
     model = build_mlp()
     for block in model.blocks[:3]:
@@ -214,6 +222,7 @@ class TwoStacks(nn.Module):
         return self.decoder(self.encoder(x))
 
 
+@pytest.mark.longer
 def test_stacks_are_separate_chains():
     """Encoder and decoder each have a total gain, and there is no gain between them."""
     metrics = run(TwoStacks(), GradientFlow())
@@ -226,6 +235,7 @@ def test_stacks_are_separate_chains():
     assert metrics["gain/decoder.blocks.2"] == pytest.approx(2.0, rel=1e-6)
 
 
+@pytest.mark.longer
 def test_pattern_selects_the_blocks():
     metrics = run(TwoStacks(), GradientFlow(pattern="*.blocks.1", vanishing_gain=1e-6))
     assert {name for name in metrics if "/" in name} == {
@@ -237,6 +247,7 @@ def test_pattern_selects_the_blocks():
     assert {info.column for info in GradientFlow().describe_metrics()} == {name.split("/")[0] for name in metrics}
 
 
+@pytest.mark.longer
 def test_measurement_starts_at_first_step():
     """With interval=3, steps 1, 4, 7 and 10 are measured."""
     hook = GradientFlow(interval=3)

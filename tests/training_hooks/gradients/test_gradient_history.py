@@ -37,6 +37,7 @@ def numpy_gram(rows: torch.Tensor) -> np.ndarray:
     return wide @ wide.T
 
 
+@pytest.mark.longer
 @given(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=6))
 @settings(max_examples=40, deadline=None)
 def test_gram_matrix_covers_newest_gradients(capacity, pauses):

@@ -54,6 +54,7 @@ def test_linear_regression_matches_known_signal_and_noise(sizes):
         assert abs(scatter.mean() - expected) < 4 * standard_error < 0.2 * expected
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("sizes", [[2, 2], [3, 1], [2, 1, 1], [3, 3]])
 def test_means_over_all_row_orders_are_exact(sizes):
@@ -121,6 +122,7 @@ def brute_force_errors(weights: Tensor, signals: Tensor, noises: Tensor) -> dict
     }
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("decay", [0.5, 0.9, 1.0])
 def test_errors_match_the_formula_from_second_measurement(decay):
     reports = measured(regression_task(6, length=12), GradientNoiseScale(every_n_steps=2, decay=decay))
@@ -160,6 +162,7 @@ def simulated(trials: int, count: int, decay: float, *, heavy: bool = False) -> 
     return torch.stack([deviation for deviation, _ in results]), torch.stack([errors for _, errors in results])
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("trials", "within", "coverage"),
     [(300, 0.15, (0.90, 0.98)), pytest.param(2000, 0.06, (0.93, 0.97), marks=pytest.mark.slow)],
@@ -182,6 +185,7 @@ def test_heavy_tails_are_covered_less_often_as_documented():
     assert 0.78 <= ratio <= 0.91
 
 
+@pytest.mark.longer
 def test_unequally_weighted_errors_are_unbiased():
     """Two standard errors cover the truth slightly less often."""
     deviations, errors = simulated(500, 60, 0.9)
@@ -206,6 +210,7 @@ def notices(
     return [str(warning.message) for warning in caught]
 
 
+@pytest.mark.longer
 def test_sorted_order_is_reported_and_random_is_not():
     """Alternating rows are reported as well."""
     (sentence,) = notices(GradientNoiseScale(), torch.arange(300))
@@ -270,6 +275,7 @@ def every_step() -> GradientNoiseScale:
     return GradientNoiseScale(every_n_steps=1)
 
 
+@pytest.mark.longer
 def test_resumed_hook_continues_its_averages():
     """After reset() the state is that of a new hook."""
     uninterrupted, task, first = (

@@ -121,6 +121,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return torch.cosine_similarity(a, b, dim=0).item()
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("case", [Case("transformer"), Case("tied", "sgd_momentum")], ids=str)
 def test_run_reports_projections_of_its_path(case):
@@ -141,6 +142,7 @@ def test_run_reports_projections_of_its_path(case):
         assert row["orthogonal"] == pytest.approx(orthogonal.item(), rel=1e-4)
 
 
+@pytest.mark.longer
 def test_run_reaches_its_final_weights_as_reference():
     """The distance is zero and the progress is one at the end."""
     case = Case("tied", "sgd_momentum")
@@ -153,6 +155,7 @@ def test_run_reaches_its_final_weights_as_reference():
     assert rows[0]["gradient_cosine"] > 0
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_run_is_unchanged_and_reported_in_both_loops(loop):
     case = Case("batchnorm_mlp", "adamw_fused", loop)
@@ -164,6 +167,7 @@ def test_run_is_unchanged_and_reported_in_both_loops(loop):
     assert all(any(info.describes(name) for info in infos) for row in reported_rows(run) for name in row)
 
 
+@pytest.mark.longer
 def test_hook_reloaded_at_every_call_reports_the_same():
     """The state is saved to a file and loaded before each call."""
     case = Case("tied")

@@ -62,6 +62,7 @@ def test_reports_match_numpy():
         assert report == pytest.approx(expected(rows[:step], 12, 5), rel=1e-4)
 
 
+@pytest.mark.longer
 def test_planted_subspace_is_recovered():
     """Gradients in a subspace of four dimensions have a share of 1 and four dimensions."""
     rows = in_a_subspace(60, 4)
@@ -93,6 +94,7 @@ def test_planted_share_is_recovered(share):
     assert feed(hook(top=4), [*rows, mixed])[21]["subspace_share"] == pytest.approx(share, abs=1e-5)
 
 
+@pytest.mark.longer
 def test_isotropic_gradients_have_null_share():
     """The mean share is the null share, and the dimension is close to the window size."""
     reports = feed(hook(window=20, top=10), noise(420, SIZE))
@@ -148,6 +150,7 @@ def test_gradient_is_taken_every_hundred_steps():
     assert reports[301] == pytest.approx(expected(rows[[0, 100, 200, 300]], 20, 10), rel=1e-4)
 
 
+@pytest.mark.longer
 def test_a_resumed_hook_reports_the_same_numbers():
     rows = noise(40, SIZE)
     first, second = hook(), hook()
@@ -164,6 +167,7 @@ def test_reset_forgets_the_gradients():
     assert feed(one, noise(1, SIZE)) == {}
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", MODELS)

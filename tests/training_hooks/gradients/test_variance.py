@@ -57,6 +57,7 @@ WINDOWS = st.one_of(
 )
 
 
+@pytest.mark.longer
 @settings(max_examples=40, deadline=None)
 @given(WINDOWS, st.integers(0, 9), st.integers(2, 30), st.integers(0, 99))
 def test_separate_and_sliding_windows_match_numpy(pair, gap, steps, seed):
@@ -95,6 +96,7 @@ def test_windows_span_epoch_boundaries(loop, model):
         assert totals == pytest.approx(expected(np.stack(log.seen[step - 4 : step])), rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("every", [2, 4, 5])
 @pytest.mark.parametrize("case", [Case("tied", loop=loop) for loop in LOOPS], ids=str)

@@ -55,6 +55,7 @@ def rise(factor: float, level: float) -> float:
     return level * sum(values) / STEPS
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("product", [2.02, 2.05])
 def test_halved_learning_rate_on_quadratic_loss(product):
     """Rises and removed share equal the closed form for learning rates beyond the stability limit 2/h."""
@@ -70,6 +71,7 @@ def test_halved_learning_rate_on_quadratic_loss(product):
     assert effect.is_decisive(0.75)
 
 
+@pytest.mark.longer
 def test_tenfold_learning_rate_on_quadratic_loss():
     """Far below the limit, ten times the learning rate lets the loss fall ten times as fast."""
     found = measured(task_of(torch.zeros(40), lr=1e-4 / CURVATURE), steps=STEPS, changes="tenfold_rate")
@@ -90,6 +92,7 @@ def test_branches_follow_the_schedule():
     assert found["rise"]["half_rate"] == pytest.approx([start * (sum(shrunk) / 2 - 1)] * 4)
 
 
+@pytest.mark.longer
 def test_weight_decay_and_clipping_change_steps():
     task = task_of(torch.zeros(40), lr=0.01, weight_decay=5.0)
     found = measured(task, steps=2, changes="no_decay,clipped", usual_norm=0.6)["rise"]
@@ -104,6 +107,7 @@ def test_weight_decay_and_clipping_change_steps():
     assert found["clipped"] == pytest.approx([sum(losses) / 2] * 4, rel=1e-5)
 
 
+@pytest.mark.longer
 def test_event_counts_against_other_batches():
     """Without the bad row the loss of its step counts as usual."""
     rows = torch.zeros(60)
@@ -157,6 +161,7 @@ def test_wrong_options_are_refused(options, sentence):
         HypothesisTest(**options)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.guarantee("interventions-are-undone")
 @every_pair

@@ -60,6 +60,7 @@ def assert_alike(
         torch.testing.assert_close(found.maxima, counts.maxima, rtol=1e-6, atol=0.0, msg=str(cast))
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("kind", tensors())
 def test_losses_match_casts_of_all_formats(kind):
@@ -67,6 +68,7 @@ def test_losses_match_casts_of_all_formats(kind):
     assert_counted_alike(tensors()[kind], CASTS)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("kind", ["gaussian", "non-finite", "bfloat16", "transposed", "number"])
 def test_piece_boundaries_do_not_change_the_result(kind, monkeypatch):
@@ -81,6 +83,7 @@ def test_small_scales_and_block_sizes_match_casts():
     assert_counted_alike(tensors()["gaussian"], [Cast("e4m3", "current", rounding="soft", q_scalar=0.3)])
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("q_scalar", [0.25, 3.0])
 def test_scale_factors_match_casts_near_float32_limit(q_scalar):
@@ -98,6 +101,7 @@ def test_casts_keep_the_requested_order():
     assert losses([], casts) == []
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("piece", [cast_losses.PIECE, 1000])
 def test_mixed_tensors_are_counted_separately(piece, monkeypatch):
@@ -120,6 +124,7 @@ def test_delayed_scales_use_the_history(past):
     assert_counted_alike(tensors()["gaussian"], [Cast("e4m3", "delayed"), Cast("e5m2", "delayed")], earlier)
 
 
+@pytest.mark.longer
 def test_counting_does_not_change_tensors():
     values = tensors()["non-finite"]
     before, version = values.clone(), values._version

@@ -73,6 +73,7 @@ def assert_reads(found: dict[str, Any], lost: Lost, role: str = "") -> None:
 # Quantised layers
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("recipe", ["fp8", "fp4_direct", "e2m1/nvfp4", "mxfp4"])
 @pytest.mark.parametrize("parts", [1, 2])
@@ -88,6 +89,7 @@ def test_quantized_layer_counts_match_brute_force(recipe, parts):
             assert_reads(found, lost_in(tensors * weights, find_recipe(recipe).casts[role]), role)
 
 
+@pytest.mark.longer
 def test_role_and_cumulative_counts_add_up():
     """The sum over roles is the total, and the sum over steps is the cumulative count."""
     run = LowBitRun(network("nvfp4"), [GradientOverflow()]).train()
@@ -103,6 +105,7 @@ def test_role_and_cumulative_counts_add_up():
     assert {name.removeprefix("cumulative_") for name in found if name.startswith("cumulative")} >= {*CUMULATIVE}
 
 
+@pytest.mark.longer
 def test_worst_layers_have_largest_rates():
     """With top_k=1, one layer has the highest overflow rate and one the lowest gradient-to-noise ratio."""
     recorder = Recorder()
@@ -118,6 +121,7 @@ def test_worst_layers_have_largest_rates():
     }
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp4_metis"])
@@ -130,6 +134,7 @@ def test_counting_with_stochastic_rounding_matches_bare_run(recipe):
     assert counted.values(3)["cumulative_total_overflow_elements"] > 0
 
 
+@pytest.mark.longer
 def test_named_layers_are_reported_and_file_has_all(tmp_path):
     """The names select further layers of each role, and the file has every layer."""
     hook = GradientOverflow(top_k=0, names="2", write_all=True)
@@ -145,6 +150,7 @@ def test_named_layers_are_reported_and_file_has_all(tmp_path):
     assert {name.split("/")[0] for name in lines[0]["element_overflow_rate"]} == {*LAYERS}
 
 
+@pytest.mark.longer
 def test_steps_between_intervals_are_not_counted():
     """With count_interval=2, step 2 reports nothing and adds nothing to the cumulative counts."""
     hook = GradientOverflow(count_interval=2)
@@ -155,6 +161,7 @@ def test_steps_between_intervals_are_not_counted():
     assert first["total_elements"] == last["total_elements"]
 
 
+@pytest.mark.longer
 def test_other_passes_of_a_step_are_not_counted():
     def forwards(ctx):
         ctx.forward(ctx.batch_data[0])
@@ -177,6 +184,7 @@ def test_compiled_model_counts_match_eager(options):
         assert compiled.values(step) == pytest.approx(eager.values(step), rel=1e-6, nan_ok=True)
 
 
+@pytest.mark.longer
 def test_float16_output_gradients_are_counted_scaled():
     """The largest scale grows by the loss scale of 1024."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -189,6 +197,7 @@ def test_float16_output_gradients_are_counted_scaled():
 # What if
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("subject", ["gradients", "weights", "activations"])
 def test_hypothetical_cast_counts_match_brute_force(subject):
@@ -212,6 +221,7 @@ def copies(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(parameter.detach().clone(), parameter.grad.clone()) for parameter in model.parameters()]
 
 
+@pytest.mark.longer
 def test_a_delayed_rule_scales_by_the_firings_before():
     gradients: list[torch.Tensor] = []
     keep = at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: gradients.append(ctx.model[0].weight.grad.clone()))
@@ -229,6 +239,7 @@ def test_a_delayed_rule_scales_by_the_firings_before():
     assert run.values(3)["cumulative_element_overflow_rate_of/gradients/e4m3/delayed"] > 0
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("parts", [1, 3])
 def test_hypothetical_casts_use_unscaled_batch_gradients(parts):
     """The loss scale makes no difference, and micro-batches are accumulated before the casts."""
@@ -242,6 +253,7 @@ def test_hypothetical_casts_use_unscaled_batch_gradients(parts):
     assert scaled["total_quantizations_of/gradients/e2m1/tensor"] == 4
 
 
+@pytest.mark.longer
 def test_hypothetical_activation_casts_combine_micro_batches():
     """Totals, rates and the largest scale agree with those of the whole batch."""
     hook = GradientOverflow(**ALWAYS, of="activations", rules="block")
@@ -280,6 +292,7 @@ def test_only_real_gradients_of_parameters_are_counted():
     assert found["total_elements_of/weights/e2m1/block"] == 1 + 0 + 21 + 120 + 9 + 3
 
 
+@pytest.mark.longer
 def test_hypothetical_casts_are_optional_in_quantized_models():
     """In quantized models the formats option requests the casts; other models always have them."""
     options = {"interval": 2, "of": "gradients"}
@@ -294,6 +307,7 @@ def test_hypothetical_casts_are_optional_in_quantized_models():
     assert "element_overflow_rate" not in full.values(1)
 
 
+@pytest.mark.longer
 def test_hook_works_across_quantized_and_plain_strategies():
     """One hook is reset and used on a quantized, a plain and another quantized model in turn."""
     hook = GradientOverflow()
@@ -307,6 +321,7 @@ def test_hook_works_across_quantized_and_plain_strategies():
 # Output gradients, which are what training casts, and what becomes of the products
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize("rule", ["current", "nvfp4", "mx_even", "block"])
@@ -408,6 +423,7 @@ def test_operands_survive_overwritten_sources(shape):
     assert not {each.untyped_storage().data_ptr() for each in found} & {each.data_ptr() for each in given}
 
 
+@pytest.mark.longer
 def test_batched_product_errors_match_single_layers():
     """Layers of equal and different shapes are compared in one call and one by one."""
     casts = [Cast("e2m1", rule) for rule in ("tensor", "nvfp4", "mx_floor", "delayed", "block")]
@@ -465,6 +481,7 @@ def test_exponents_match_powers_of_two(exponent):
     assert exponents(scales).sum() == 1
 
 
+@pytest.mark.longer
 def test_output_gradient_casts_match_bare_run():
     """The final states have the same bytes, and a layer that is used twice is counted twice."""
 
@@ -486,6 +503,7 @@ def test_output_gradient_casts_match_bare_run():
 # A whole run
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("recipe", ["nvfp4", None])
 @pytest.mark.slow_rows("nvfp4")
@@ -506,6 +524,7 @@ def test_resumed_run_matches_uninterrupted_run(recipe, tmp_path):
         assert rest.values(step) == pytest.approx(whole.values(step), rel=0, abs=0, nan_ok=True)
 
 
+@pytest.mark.longer
 def test_state_kept_elsewhere_between_calls_changes_no_number():
     def run(offload: bool) -> LowBitRun:
         hook = GradientOverflow(**ALWAYS, formats="e2m1", rules="delayed,nvfp4", of="activations,gradients")
@@ -514,6 +533,7 @@ def test_state_kept_elsewhere_between_calls_changes_no_number():
     assert str(run(True).sink.rows("gradient_overflow/")) == str(run(False).sink.rows("gradient_overflow/"))
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("recipe", ["nvfp4", None])
 def test_host_waits_once_per_step(recipe):
@@ -538,6 +558,7 @@ def test_host_waits_once_per_step(recipe):
     assert counter.count == of_the_loop.count + 3 + 1  # for the table at the end
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("formats", ["", "e2m1"])
 def test_run_ends_with_a_cumulative_table(formats):
     """The table holds the totals and rates of all roles together, of each role and of each hypothetical cast."""
@@ -633,6 +654,7 @@ def test_noisy_gradients_warn_and_weights_do_not():
     assert recorded_warnings(GradientOverflow(**ALWAYS, **options, of="weights"), [1.0, 1.0]) == []
 
 
+@pytest.mark.longer
 def test_warning_is_not_repeated_after_checkpoint():
     """The reported conditions are part of the state of the hook."""
     hook = GradientOverflow(**ALWAYS, formats="e2m1", noise_threshold=1e6)
@@ -642,6 +664,7 @@ def test_warning_is_not_repeated_after_checkpoint():
     assert recorded_warnings(resumed, [1.0]) == []
 
 
+@pytest.mark.longer
 def test_default_formats_cause_no_warnings():
     """The thresholds apply only to formats that the user has named."""
     assert recorded_warnings(GradientOverflow(**ALWAYS, noise_threshold=1e6, overflow_threshold=1e-9), [1.0, 1.0]) == []
@@ -707,6 +730,7 @@ class Checkpointed(nn.Sequential):
         return checkpoint(super().forward, inputs, use_reentrant=self.reentrant)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("subject", ["activations", "output_gradients"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_layers_are_counted_once(subject, reentrant):

@@ -91,6 +91,7 @@ def split_run(case: Case) -> Run:
 # When, and what
 
 
+@pytest.mark.longer
 def test_splits_follow_warmup_and_merge_steps():
     """Weights are split after the warm-up and then every merge_steps steps."""
     rows = split_run(Case("lowbit_mlp")).sink.rows("metis_split/layers")
@@ -119,6 +120,7 @@ def test_splits_keep_merged_weights(model, optimizer):
     assert len(checked) == 2 * len(set(checked)) > 0
 
 
+@pytest.mark.longer
 def test_split_without_casts_keeps_the_loss():
     """Losses are equal up to the step of the split and differ after updates of the factors."""
     losses = lambda hooks: [loss for _, _, _, loss in train(Case("exact_mlp"), hooks, steps=6).sink.rows("spy/loss")]
@@ -128,6 +130,7 @@ def test_split_without_casts_keeps_the_loss():
     assert abs(parted[5] - plain[5]) > 1e-4
 
 
+@pytest.mark.longer
 def test_split_resets_only_factor_optimizer_state():
     """The step counters of the factors restart, and those of all other parameters continue."""
     steps = {}
@@ -183,6 +186,7 @@ def test_split_draws_depend_on_seed_and_step():
 # Resuming from a checkpoint
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("model", ["lowbit_mlp", "exact_transformer"])
 @pytest.mark.parametrize("loop", LOOPS)
@@ -217,6 +221,7 @@ def test_split_weights_are_a_valid_reference(tmp_path):
 # Other hooks
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("name", SOME)
 def test_other_hooks_change_no_bits(name):
@@ -258,6 +263,7 @@ def test_weight_mixing_hooks_refuse_split_models(name):
         train(Case("lowbit_mlp"), [MetisSplit(), made(name)])
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("method", ["norm", "value", "parameter", "zclip", "adagc"])
 def test_factor_gradients_are_clipped(method):
@@ -275,6 +281,7 @@ def test_factor_gradients_are_clipped(method):
     assert {row[2] for row in run.sink.rows("grad_clip/coefficient")} in ({*range(1, 10)}, set())
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("needs_pre_epoch", [True, False])
 def test_intervention_across_split_is_rolled_back(needs_pre_epoch):
@@ -295,6 +302,7 @@ def test_intervention_across_split_is_rolled_back(needs_pre_epoch):
 # Other ways to train
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("amp", ["fp16", "bf16"])
 def test_mixed_precision_trains_split_layers(amp):

@@ -101,6 +101,7 @@ def test_planted_constant_moves_log_z_only(constant):
         assert second[name] == pytest.approx(first[name], rel=2e-2, abs=1e-3)
 
 
+@pytest.mark.longer
 @pytest.mark.slow_rows("llama-3")
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("name", cases("llama", "lstm"))
@@ -141,6 +142,7 @@ def test_named_labels_and_shift_are_used():
     assert metrics[1]["accuracy"] == pytest.approx(expected)
 
 
+@pytest.mark.longer
 def test_head_is_measured_by_name():
     """A model that returns only its loss."""
 
@@ -189,6 +191,7 @@ def test_calls_beyond_the_batch_are_not_measured():
     assert metrics[1] == {}
 
 
+@pytest.mark.longer
 def test_model_that_is_not_called_is_reported():
     model, _, batch = case("lstm")
     outer = nn.ModuleDict({"inner": model})

@@ -35,6 +35,7 @@ def attached_run(folder: Path, accumulate: int, hooks: list[str]) -> tuple[list[
     return [parameter.detach() for parameter in model.parameters()], sink
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_custom_loops_with_micro_batches(tmp_path: Path, accumulate: int) -> None:
     """Targets that only the loop uses are found in its batches, micro-batch by micro-batch."""

@@ -16,6 +16,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.longer
 @pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("name", HOOKS)

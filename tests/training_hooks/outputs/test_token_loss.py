@@ -69,6 +69,7 @@ def by_hand(rows: list[tuple[list[float], int, int]]) -> dict[str, float]:
     return {key: sum(values) / len(values) for key, values in losses.items()} | {"tokens": len(rows)}
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(3)
 @pytest.mark.guarantee("numbers-match-plain-formulas")
 @pytest.mark.parametrize("name", CASES)
@@ -81,6 +82,7 @@ def test_losses_match_sums_by_hand(name):
     assert found == pytest.approx(by_hand(rows_of(name, model, batch)), rel=1e-4)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("name", cases("llama", "lstm"))
 def test_micro_batches_add_up(name, parts):
@@ -91,6 +93,7 @@ def test_micro_batches_add_up(name, parts):
     assert split == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", cases("llama", "lstm"))
 def test_weighted_mean_is_the_training_loss(name):
     """Of micro-batches with equally many tokens the mean is the loss; a penalty of 0.5 is unexplained."""
@@ -103,6 +106,7 @@ def test_weighted_mean_is_the_training_loss(name):
     assert found[1]["unexplained"] == pytest.approx(0.5, abs=1e-5)
 
 
+@pytest.mark.longer
 def test_weighted_labels_leave_the_difference():
     """With label smoothing, the difference to the training loss is reported."""
     model, _, batch = case("lstm")
@@ -180,6 +184,7 @@ def test_losses_are_exact_at_powers_of_two(power):
     assert torch.allclose(token_losses(logits, torch.arange(6) % 5).double(), expected, rtol=1e-5)
 
 
+@pytest.mark.longer
 def test_frequencies_are_those_of_all_measured_steps():
     """In the second step, the first step's targets count as well."""
     model, loss, _ = case("lstm")
@@ -204,6 +209,7 @@ def sourced(hook: TokenLoss, tags: Any, **options: Any) -> dict[str, Any]:
     return trained(model, [hook], loss, batch, **options)[0][1]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("kind", ["texts", "numbers", "per token"])
 def test_losses_by_source_match_sums_by_hand(kind, parts):
@@ -226,6 +232,7 @@ def test_losses_by_source_match_sums_by_hand(kind, parts):
     )
 
 
+@pytest.mark.longer
 def test_few_sources_are_reported():
     """Those with the largest and smallest losses, and the named ones; the file has all of them."""
     tags = [f"s{number}" for number in range(6)]
@@ -235,6 +242,7 @@ def test_few_sources_are_reported():
     assert {name for name in few if "source/" in name} == {ranked[0][1], ranked[-1][1], "source/s0"}
 
 
+@pytest.mark.longer
 def test_whole_families_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "unused").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -267,6 +275,7 @@ def test_run_has_the_bytes_of_the_bare_run(name):
     assert not differences(without_on_demand(hooked.digest()), without_on_demand(bare.digest()))
 
 
+@pytest.mark.longer
 def test_bfloat16_autocast_is_measured_in_float32():
     """The loss of the pass is computed from the same bfloat16 logits, in float32."""
     model, _, batch = case("lstm")
@@ -283,6 +292,7 @@ def test_bfloat16_autocast_is_measured_in_float32():
     assert found[1]["unexplained"] == pytest.approx(0, abs=1e-4)
 
 
+@pytest.mark.longer
 def test_ignore_index_is_an_option():
     """Label 0 does not count."""
     model, _, (tokens, _) = case("lstm")
@@ -295,6 +305,7 @@ def test_ignore_index_is_an_option():
     assert found[1]["unexplained"] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.longer
 def test_all_ignored_tokens_give_nan():
     model, _, (tokens, _) = case("lstm")
     found, _ = trained(
@@ -323,6 +334,7 @@ def test_invalid_options_are_refused(option, value):
         TokenLoss(**{option: value})
 
 
+@pytest.mark.longer
 def test_counts_are_remembered():
     """A resumed hook continues to count; the vocabulary is that of the logits."""
     hook = TokenLoss(interval=1)

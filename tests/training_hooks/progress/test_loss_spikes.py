@@ -56,6 +56,7 @@ def by_the_rule(series: list[float], window: int, threshold: float) -> list[int]
     return spikes
 
 
+@pytest.mark.longer
 @given(st.integers(0, 10**6), st.integers(2, 12), st.floats(0.5, 3), st.sets(st.integers(0, 39), max_size=4))
 def test_spikes_and_deviations_match_the_formula(seed, window, threshold, planted):
     series = [value + 5 * (index in planted) for index, value in enumerate(noise(40, seed))]
@@ -67,6 +68,7 @@ def test_spikes_and_deviations_match_the_formula(seed, window, threshold, plante
         assert reports[index]["loss_deviation"] == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.longer
 def test_defaults_find_only_the_planted_spike():
     """The hook reports nothing until its window is full."""
     series = noise(400)
@@ -136,6 +138,7 @@ def frozen_regression(bad_row: int) -> TrainingTask:
     )
 
 
+@pytest.mark.longer
 def test_bad_batch_warns_at_every_occurrence():
     """Each warning names the step and either the loss or the gradient norm."""
     task, sink = frozen_regression(bad_row=30), RecordingSink()
@@ -148,6 +151,7 @@ def test_bad_batch_warns_at_every_occurrence():
     assert counts == [0] * 14 + [1] * 40 + [2] * 10
 
 
+@pytest.mark.longer
 @pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")
 def test_spike_is_an_alert_at_its_step():
     """The sinks receive an alert with the metric, step, deviation and limit before the next step begins."""
@@ -203,6 +207,7 @@ def test_overflow_of_scaled_gradients_is_no_spike():
     assert spiking_steps(watch(LossSpikes(window=20), series, norms), "grad_norm") == [30]
 
 
+@pytest.mark.longer
 def test_run_without_spikes_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -210,6 +215,7 @@ def test_run_without_spikes_does_not_warn():
     assert {row[3] for row in run.sink.rows("loss_spikes/loss_spike_count")} == {0}
 
 
+@pytest.mark.longer
 def test_run_shorter_than_window_is_refused():
     """The run must have at least one step more than the window."""
     for steps, window in ((12, 12), (12, 128)):

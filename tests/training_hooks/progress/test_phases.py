@@ -104,6 +104,7 @@ def test_the_thresholds_move_the_transitions(options, phases):
     assert [metrics["phase"] for metrics in follow(Phases(**options), GROKKING)] == phases
 
 
+@pytest.mark.longer
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0.1, 10)), min_size=1, max_size=12))
 def test_phases_and_dates_only_move_forward(trajectory):

@@ -9,6 +9,8 @@ import torch
 from loopscope import training_hooks  # noqa: F401 - fills the registry
 from torch import nn
 
+pytestmark = pytest.mark.longer
+
 OPTIONS = {
     "variance": {"window": 4, "every": 8},
     "batch_dynamics": {"history": 8, "every": 9},

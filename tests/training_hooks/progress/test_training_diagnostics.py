@@ -69,6 +69,7 @@ def by_numpy(losses: list[float], norms: list[float], lags: int) -> dict[str, fl
     return expected
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("case", [Case(), Case("tied", "sgd_momentum"), Case("transformer", loop="step")], ids=str)
 def test_reports_match_the_newest_steps(case):
@@ -82,6 +83,7 @@ def test_reports_match_the_newest_steps(case):
         assert report == pytest.approx(expected, rel=1e-4, abs=1e-9)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_update_ratio_matches_weight_copies(optimizer):
@@ -93,6 +95,7 @@ def test_update_ratio_matches_weight_copies(optimizer):
     assert series == pytest.approx({step: log.ratios()[step - 1] for step in (1, 5, 9)}, rel=1e-5)
 
 
+@pytest.mark.longer
 def test_sgd_update_ratio_is_scaled_gradient_ratio():
     """Under SGD the first update is the learning rate times the gradient; under AdamW it is not."""
     factors = {}
@@ -149,6 +152,7 @@ def test_autoregression_autocorrelation_decays_geometrically():
         assert autocorrelation(torch.tensor(series), lag).item() == pytest.approx(0.8**lag, abs=0.03)
 
 
+@pytest.mark.longer
 @given(st.lists(st.floats(-100, 100), min_size=4, max_size=30).filter(lambda values: np.std(values) > 1e-3))
 def test_autocorrelation_matches_numpy_and_is_invariant(values):
     """It does not change under scale and shift."""

@@ -26,6 +26,7 @@ def evaluated(**numbers: float):
     return lambda model: dict(numbers)
 
 
+@pytest.mark.longer
 def test_epoch_reports_loss_learning_rate_and_evaluation():
     evaluate = evaluated(train_acc=0.5, val_acc=0.25, val_loss=1.5)
     run = train(Case(), [TrainingMetrics()], evaluate=evaluate)
@@ -52,6 +53,7 @@ def test_learning_rate_is_from_the_last_step(interval):
     assert run.task.optimizer.param_groups[0]["lr"] != used[5]
 
 
+@pytest.mark.longer
 def test_tensor_learning_rate_is_reported_as_used():
     """A learning rate in a tensor gives the same values as a float."""
 
@@ -82,6 +84,7 @@ def test_missing_evaluation_is_not_repeated():
     assert reported == [2, 3]
 
 
+@pytest.mark.longer
 def test_step_loop_reports_loss_and_learning_rate_series():
     case = Case(loop="step")
     run = train(case, [TrainingMetrics()], steps=5, log_every=10, snapshot_every=10)

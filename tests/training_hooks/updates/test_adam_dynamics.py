@@ -130,6 +130,7 @@ def by_hand(path: Path, eps: float = 1e-8, decay: float = 1e-2) -> dict[int, dic
     return rows
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("case", [Case("tied", loop="step"), Case("transformer", "adamw_fused")], ids=str)
 def test_metrics_match_recursion_under_a_scheduler(case):

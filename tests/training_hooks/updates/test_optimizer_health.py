@@ -179,6 +179,7 @@ def test_architectures_match_brute_force(name, tmp_path):
     check(Training(tmp_path, name, "optimizer_health", OPTIMIZERS["adamw"], options=ALL), "adamw")
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_every_optimizer_matches_brute_force(kind, tmp_path):
     check(Training(tmp_path, "lstm", "optimizer_health", OPTIMIZERS[kind], options=ALL, dtype=torch.float64), kind)

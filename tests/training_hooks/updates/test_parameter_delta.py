@@ -63,6 +63,7 @@ def test_delta_is_measured_since_last_report(loop, model):
         assert report == pytest.approx(expected(before, now), rel=1e-5, abs=1e-9)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("case", [Case(loop=loop) for loop in LOOPS], ids=str)
 def test_resumed_hook_reports_the_same_deltas(case):

@@ -117,6 +117,7 @@ def values(result, name) -> dict[int, float]:
     return {step: value for key, _, step, value in result.sink.rows(f"parameter_norms/{name}")}
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_clipped_share_counts_steps_since_last_report(loop):
     """Reports at steps 1 and 4 cover one and three steps; the table at the end covers all."""
@@ -130,6 +131,7 @@ def test_clipped_share_counts_steps_since_last_report(loop):
     assert hook.table() == {"gradients": {"steps": 6, "clipped": sum(is_clipped), "share": sum(is_clipped) / 6}}
 
 
+@pytest.mark.longer
 def test_unclipped_norms_are_equal():
     """Multiplication by 1, as clip_grad_norm_ does below its limit, is no clipping."""
     result = run([ParameterNorms(interval=1), GradClip(max_norm=1e6)])

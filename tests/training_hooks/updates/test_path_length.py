@@ -54,6 +54,7 @@ def expected(positions: list[torch.Tensor], begin: int, end: int, places: list[i
     }
 
 
+@pytest.mark.longer
 @matrix("loop, every, model", LOOPS, [1, 2, 4, 100], MODELS)
 def test_path_reports_match_brute_force(loop, every, model, monkeypatch):
     """The reports match the path through every recorded position, for each loop, model and interval."""
@@ -70,6 +71,7 @@ def test_path_reports_match_brute_force(loop, every, model, monkeypatch):
         assert report == pytest.approx(expected_report, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("case", [Case(loop=loop) for loop in LOOPS], ids=str)
 def test_resumed_hook_reports_same_metrics(case, monkeypatch):

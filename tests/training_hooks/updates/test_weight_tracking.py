@@ -153,6 +153,7 @@ def test_frozen_parameters_are_omitted():
     assert set(measured(model)) == {"norm/bias", "total_norm"}
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("rows", "columns"), [(8, 8), (64, 16), (32, 128), (64, 64)])
 @pytest.mark.parametrize("kind", ["normal", "uniform", "signs"])
 def test_random_matrices_stay_at_the_edge(kind, rows, columns):

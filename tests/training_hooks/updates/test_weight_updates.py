@@ -95,6 +95,7 @@ def test_topk_names_smallest_update_ratios():
     assert named == {name: pytest.approx(ratios[name], rel=1e-5) for name in sorted(ratios, key=ratios.get)[:3]}
 
 
+@pytest.mark.longer
 @pytest.mark.slow_rows("{}")
 @pytest.mark.parametrize("options", [{}, {"exact": True}], ids=str)
 def test_repeatedly_resumed_hook_reports_the_same(options):

@@ -50,6 +50,7 @@ def test_samples_depend_on_name_and_shape():
     assert len(samples) == 4
 
 
+@pytest.mark.longer
 @pytest.mark.some_rows(2)
 @pytest.mark.parametrize("size", [7, 30])
 def test_elements_are_sampled_uniformly(size):
@@ -62,6 +63,7 @@ def test_elements_are_sampled_uniformly(size):
     assert ((counts - names * share).abs() < 5 * math.sqrt(names * share * (1 - share))).all()
 
 
+@pytest.mark.longer
 def test_the_squared_norm_of_a_sample_is_unbiased():
     values = torch.randn(500, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 3
     drawn = [10 * values[sample_indices(f"w{number}", (500,), 50)].square().sum().item() for number in range(2000)]
@@ -99,6 +101,7 @@ def test_nan_propagates_to_the_norm(order):
     assert norms([large, small, torch.ones(4)], order).isnan().tolist() == [True, True, False]
 
 
+@pytest.mark.longer
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
 def test_statistics_match_their_definitions(values):
     statistics, count = distribution("x", values), len(values)

@@ -34,6 +34,7 @@ def identical(found: Tensor, expected: Tensor) -> bool:
     )
 
 
+@pytest.mark.longer
 @given(values=tensors, name=formats, rule=rules, dtype=dtypes, q_scalar=st.sampled_from([1.0, 0.3, 2.0]))
 def test_casts_and_counts_match_brute_force(values, name, rule, dtype, q_scalar):
     """Any tensor, format, rule, dtype and scale factor gives the values and counts of the slow reference."""
@@ -45,6 +46,7 @@ def test_casts_and_counts_match_brute_force(values, name, rule, dtype, q_scalar)
     assert {key: value.item() for key, value in counts.by_name().items()} == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.longer
 @given(values=tensors, name=formats, block=st.integers(1, 50))
 def test_any_block_size_matches_brute_force(values, name, block):
     given_, cast = torch.from_numpy(values), Cast(name, "block", block=block)
