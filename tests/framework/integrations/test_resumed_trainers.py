@@ -156,7 +156,7 @@ def test_resumed_fit_has_the_numbers_of_lightning(tmp_path: Path, settings: str)
 
 
 def test_second_fit_of_a_trainer_is_recorded(tmp_path: Path) -> None:
-    """Lightning continues its step numbers; without another attach the fit has a numbered run of its own."""
+    """Lightning continues its step numbers; without another attach the fit has a separate numbered run."""
     _, _, made = fit(tmp_path, [position_spy()], max_epochs=1)
     module, data = made.lightning_module, partial(test_lightning.batches, shuffle=True)
     made.fit_loop.max_epochs = 2

@@ -161,7 +161,7 @@ def test_failing_hook_of_group_is_left_out(tmp_path: Path, at: int, step: int) -
     ],
 )
 def test_named_hook_ends_run_on_error(tmp_path: Path, chosen: dict) -> None:
-    """The hook was enabled by name, alone or beside a group."""
+    """The hook was enabled by name, alone or in addition to a group."""
     with registered(Fragile), pytest.raises(HookError, match="'fragile' raised at SNAPSHOT"):
         session(tmp_path, strategies=["plain"], **chosen).run()
 
