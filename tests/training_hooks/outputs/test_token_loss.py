@@ -264,6 +264,7 @@ def test_tags_of_another_length_are_refused():
 # Neutrality and precision
 
 
+@pytest.mark.trainer
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("name", cases("mixtral", "vit"))
 def test_run_has_the_bytes_of_the_bare_run(name):
