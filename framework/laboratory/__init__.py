@@ -1,6 +1,6 @@
 """The laboratory: changes of a training that branches try, the statistics of their effects, and the verdicts."""
 
-from .changes import CHANGES, UNCHANGED, Change
+from .changes import CHANGES, UNCHANGED, TrialChange
 from .effects import LARGEST_RISE, Effect, effect_of
 from .explained_step import FIELDS, Explanation
 from .verdict import ChangeTest
@@ -10,9 +10,9 @@ __all__ = [
     "FIELDS",
     "LARGEST_RISE",
     "UNCHANGED",
-    "Change",
     "ChangeTest",
     "Effect",
     "Explanation",
+    "TrialChange",
     "effect_of",
 ]

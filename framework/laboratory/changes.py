@@ -30,7 +30,7 @@ UNTESTABLE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class TrialChange:
     """A change of a training, whose effect in a branch shows whether it removes the cause of a problem."""
 
     name: str
@@ -90,14 +90,14 @@ _DECAY = frozenset({"weight-decay-too-large"})
 CHANGES = {
     change.name: change
     for change in (
-        Change(
+        TrialChange(
             name="without_rows",
             title="without the outlier rows",
             words="leaving out the rows of the event",
             findings=_LARGE,
             replaces_rows=True,
         ),
-        Change(
+        TrialChange(
             name="float32",
             title="with everything in float32",
             words="float32 in all passes",
@@ -105,9 +105,9 @@ CHANGES = {
             findings=frozenset({"nonfinite", "loss-spike", "scaler-skips-steps", "float16-without-scaler"}),
             precision=torch.float32,
         ),
-        Change(name="float64", title="with everything in float64", cause="precision", precision=torch.float64),
-        Change(name="layer_in_float32", title="with that layer in float32", precision=torch.float32),
-        Change(
+        TrialChange(name="float64", title="with everything in float64", cause="precision", precision=torch.float64),
+        TrialChange(name="layer_in_float32", title="with that layer in float32", precision=torch.float32),
+        TrialChange(
             name="fresh_state",
             title="with a reset optimizer",
             words="a reset state of the optimizer",
@@ -115,8 +115,8 @@ CHANGES = {
             findings=_SUDDEN,
             resets_optimizer=True,
         ),
-        Change(name="no_decay", words="no weight decay", findings=_DECAY, weight_decay=0.0),
-        Change(
+        TrialChange(name="no_decay", words="no weight decay", findings=_DECAY, weight_decay=0.0),
+        TrialChange(
             name="clipped",
             title="with gradients clipped at their usual norm",
             words="clipping of the gradient norm at its recent median",
@@ -124,8 +124,8 @@ CHANGES = {
             findings=_LARGE,
             clips=True,
         ),
-        Change(name="usual_rate", title="at the usual learning rate", cause="step size"),
-        Change(
+        TrialChange(name="usual_rate", title="at the usual learning rate", cause="step size"),
+        TrialChange(
             name="half_rate",
             title="at half the learning rate",
             words="half the learning rate",
@@ -133,16 +133,16 @@ CHANGES = {
             findings=_TOO_FAST,
             rate_factor=0.5,
         ),
-        Change(name="tenth_rate", words="a tenth of the learning rate", findings=_TOO_FAST, rate_factor=0.1),
-        Change(
+        TrialChange(name="tenth_rate", words="a tenth of the learning rate", findings=_TOO_FAST, rate_factor=0.1),
+        TrialChange(
             name="hundredth_rate", words="a hundredth of the learning rate", findings=_FAR_TOO_FAST, rate_factor=0.01
         ),
-        Change(name="zero_rate", title="at a learning rate of 0", rate_factor=0.0),
-        Change(name="tenfold_rate", words="ten times the learning rate", findings=_TOO_SLOW, rate_factor=10.0),
+        TrialChange(name="zero_rate", title="at a learning rate of 0", rate_factor=0.0),
+        TrialChange(name="tenfold_rate", words="ten times the learning rate", findings=_TOO_SLOW, rate_factor=10.0),
     )
 }
 """All changes by name; specific ones come first. ``usual_rate`` has the factor that restores the usual one."""
-UNCHANGED = Change(name="unchanged")
+UNCHANGED = TrialChange(name="unchanged")
 """No change."""
 BRANCH_TITLES = {
     "run": "the run's own step",
@@ -153,6 +153,6 @@ BRANCH_TITLES = {
 """Descriptions of the branches of a step."""
 
 
-def changes_for(finding: str) -> Sequence[Change]:
+def changes_for(finding: str) -> Sequence[TrialChange]:
     """Return the changes that test findings with an id."""
     return [change for change in CHANGES.values() if finding in change.findings]

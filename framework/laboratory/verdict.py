@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .changes import CHANGES, Change
+from .changes import CHANGES, TrialChange
 from .effects import DECISIVE_SHARE, Effect, Harm, Measure
 from .usual_values import (
     HARMFUL_SPREADS,
@@ -228,7 +228,7 @@ def _percent(value: float) -> str:
 
 
 def change_tests(
-    changes: Iterable[Change], effects: Mapping[str, Effect], branches: int, *, of_event: bool = False
+    changes: Iterable[TrialChange], effects: Mapping[str, Effect], branches: int, *, of_event: bool = False
 ) -> Sequence[ChangeTest]:
     """Return the tests of a finding from the effects of the changes, by name.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from loopscope.data import Batch
 from loopscope.hooks import ModelDataContext
-from loopscope.laboratory import Change
+from loopscope.laboratory import TrialChange
 from torch import Tensor, nn
 
 from .wider_precision import Widened, widen_layer
@@ -17,7 +17,12 @@ class ChangedSteps:
     """Steps and losses with one change, which is the precision of all passes, or of those of one layer."""
 
     def __init__(
-        self, model_ctx: ModelDataContext, change: Change, *, usual_norm: float = 0.0, layer: nn.Module | None = None
+        self,
+        model_ctx: ModelDataContext,
+        change: TrialChange,
+        *,
+        usual_norm: float = 0.0,
+        layer: nn.Module | None = None,
     ) -> None:
         self.change = change
         self._model_ctx, self._layer = model_ctx, layer

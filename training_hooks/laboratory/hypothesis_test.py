@@ -11,7 +11,7 @@ from loopscope import DebugInterventionHook, HookPoint, HookRegistry, RunDataCon
 from loopscope.data import Batch, part_of, rows
 from loopscope.errors import LoopscopeError, UnsuitableError, require, unknown
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.laboratory import CHANGES, LARGEST_RISE, UNCHANGED, Change
+from loopscope.laboratory import CHANGES, LARGEST_RISE, UNCHANGED, TrialChange
 from loopscope.tensors import copied, norm, overwrite, trainable
 from loopscope.training import eagerly
 from torch import Tensor
@@ -123,7 +123,7 @@ class HypothesisTest(DebugInterventionHook):
             possible = [item for item in self._changes if has_rates or item.rate_factor == 1]
             return self._measure(trials, possible)
 
-    def _measure(self, trials: "Trials", changes: Sequence[Change]) -> Metrics:
+    def _measure(self, trials: "Trials", changes: Sequence[TrialChange]) -> Metrics:
         if not math.isfinite(trials.level):
             return {"level": trials.level, "scale": trials.scale, "rise": {}, "rows": [], "ordinary": []}
         rises = {UNCHANGED.name: trials.rises(UNCHANGED)}
@@ -219,7 +219,7 @@ class Trials:
         steps.loss(self._batches.fixed[0][0])
         return steps.converted_count > 0
 
-    def rises(self, change: Change) -> list[float]:
+    def rises(self, change: TrialChange) -> list[float]:
         """Return the mean rise of the loss in each branch with a change.
 
         It is the mean over the steps and the end, without the first step, whose loss precedes every update. With an
@@ -227,7 +227,7 @@ class Trials:
         """
         return [self._rise(place, losses, change) for place, losses in enumerate(self._losses_of_all(change))]
 
-    def _rise(self, place: int, losses: Sequence[float], change: Change) -> float:
+    def _rise(self, place: int, losses: Sequence[float], change: TrialChange) -> float:
         references = list(self._references[place])
         if self._event >= 0:
             is_replaced = change.replaces_rows and not self.left_out_rows
@@ -266,7 +266,7 @@ class Trials:
         ]
 
     def _losses_of_all(
-        self, change: Change, orders: Sequence[Sequence[Batch]] = (), *, frozen: bool = False
+        self, change: TrialChange, orders: Sequence[Sequence[Batch]] = (), *, frozen: bool = False
     ) -> list[list[float]]:
         """Return the losses of all branches with a change, after one transfer to the host."""
         if change.clips:
@@ -277,7 +277,7 @@ class Trials:
         ]
         return torch.stack(losses).tolist()  # type: ignore[no-any-return]
 
-    def _losses(self, place: int, order: Sequence[Batch], change: Change, *, frozen: bool = False) -> Tensor:
+    def _losses(self, place: int, order: Sequence[Batch], change: TrialChange, *, frozen: bool = False) -> Tensor:
         """Return the loss of each step of a branch, before its update, and the mean of the fixed batches at its end.
 
         In a ``frozen`` branch the parameters are restored after every step.

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...doctor import Diagnosis, Finding, History, ranked
 from ...errors import listed
-from ..changes import EVENTS, LEAD, SYMPTOMS, UNCHANGED, UNTESTABLE, Change, changes_for
+from ..changes import EVENTS, LEAD, SYMPTOMS, UNCHANGED, UNTESTABLE, TrialChange, changes_for
 from ..effects import effect_of
 from ..verdict import ChangeTest, change_tests
 
@@ -36,7 +36,7 @@ class TrialPlan:
     event: int = 0
     """The position of the event's step in a branch, counted from 1; 0 without an event."""
     findings: list[Finding] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
+    changes: list[TrialChange] = field(default_factory=list)
 
     def options(self, history: History, branches: int, steps: int) -> dict[str, Any]:
         """Return the options of the hook; ``steps`` is the length of branches without an event."""
@@ -46,14 +46,14 @@ class TrialPlan:
         options["usual_norm"] = _usual_norm(history, self.step - 1 if self.step else history.step)
         return options | ({"step": self.step} if self.step else {})
 
-    def kinds_with(self, changes: Iterable[Change]) -> int:
+    def kinds_with(self, changes: Iterable[TrialChange]) -> int:
         """Return the number of kinds of branches with further changes, also those of unchanged and restored ones.
 
         Those of an event are trained with ordinary batches as well.
         """
         return (4 if self.event else 2) + len({item.name for item in (*self.changes, *changes)})
 
-    def add(self, finding: Finding, changes: Iterable[Change]) -> None:
+    def add(self, finding: Finding, changes: Iterable[TrialChange]) -> None:
         """Add a finding with the changes that test it."""
         self.findings.append(finding)
         self.changes += [item for item in changes if item not in self.changes]
