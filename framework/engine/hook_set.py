@@ -415,7 +415,7 @@ class HookSet:
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`memory_at`; entries may change their kind, such as from ``None`` to a number."""
-        self._load(memory, TrainingHook.load_state_dict)
+        self._load(memory, lambda hook, state: hook.load_state_dict(state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of every hook; hooks without a saved state keep their initial one."""
