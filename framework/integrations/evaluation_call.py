@@ -63,7 +63,7 @@ class LeftMode:
             self._is_eval = False
             if not self._watching:
                 LeftMode._train = nn.Module.train
-                nn.Module.train = _noted_train  # type: ignore[method-assign]
+                nn.Module.train = _noted_train  # type: ignore[method-assign, assignment]
             self._watching.append(self)
 
     def note(self, module: nn.Module, *, train: bool) -> None:
@@ -84,7 +84,7 @@ class LeftMode:
             if self in self._watching:
                 self._watching.remove(self)
                 if not self._watching and nn.Module.train is _noted_train:
-                    nn.Module.train = LeftMode._train  # type: ignore[method-assign]
+                    nn.Module.train = LeftMode._train  # type: ignore[method-assign, assignment]
 
 
 @wraps(nn.Module.train)
