@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from docs.generate import today
 from tests.trainer_matrix.outcome import Outcome, outcome
 from tests.trainer_matrix.table import ROWS
 
@@ -40,8 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     write(f"\n{summary(outcomes)}\n")
     if chosen.write:
         table = HEAD + "".join(map(line, outcomes))
-        DATA.write_text(f"Trained on {today()}.\n\n{summary(outcomes)}\n\n{table}", encoding="utf-8")
-        import_module("docs.long_pages").write()  # needs the packages of the site
+        today = import_module("docs.generate").today()  # needs the packages of the site
+        DATA.write_text(f"Trained on {today}.\n\n{summary(outcomes)}\n\n{table}", encoding="utf-8")
+        import_module("docs.long_pages").write()
     return int(not all(result.is_accepted for result in outcomes))
 
 
