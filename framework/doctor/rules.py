@@ -48,7 +48,7 @@ def alert(history: History, name: str) -> RuleValue:
 class Rule(Detector):
     """Finds a value of the record that is above a limit; subclasses are rows of attributes, without methods."""
 
-    read: ClassVar[staticmethod[[History, str], RuleValue]] = staticmethod(flag)
+    read: ClassVar["staticmethod[[History, str], RuleValue]"] = staticmethod(flag)
     """The function that reads the value, by the name of the metric."""
     metric: ClassVar[str]
     """The full name of the value, which evidence shows."""
