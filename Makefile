@@ -108,6 +108,7 @@ lint: $(STAMP) types
 	$(BIN)/ruff check .
 	$(BIN)/codespell
 	$(BIN)/python -m tests.language
+	$(BIN)/python -m tests.shape --write --check
 	$(BIN)/mypy
 
 docs: $(STAMP)

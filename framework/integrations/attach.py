@@ -118,10 +118,8 @@ def attach(
         audit: compare every byte of the training state before and after every call of a hook.
         check_every_call: check each call of loopscope's own hooks alone, not several together, so that an error names
             a single hook.
-        on_hook_error: ``raise`` ends the training at the first named hook that raises, ``skip`` continues without that
-            hook, ``auto`` continues without it unless it commits, so that an error of an observer never ends a
-            training; the error is a warning with the lines of the hook, and in ``hook_errors`` of ``summary.json``.
-            Hooks of a group are always left out.
+        on_hook_error: ``raise`` ends the training at the first named hook that raises, ``skip`` continues without it,
+            ``auto`` does so unless it commits. Hooks of a group are always left out. The error is in a warning.
         profile_hooks: write the time and memory of every hook to ``summary.json``.
         guardian_device: the device of the copies that undo interventions; by default that of the originals.
         hook_offload_state: keep the state of hooks on the CPU between their calls.

@@ -1,4 +1,4 @@
-"""What evaluations do to the mode of a model: the mode in which they call it, and the mode in which they leave it."""
+"""The mode in which an evaluation calls a model, and the mode in which it leaves it."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -42,7 +42,7 @@ class EvaluationCall:
 
 
 class LeftMode:
-    """Reports if code outside of hooks leaves the model in eval mode from an evaluation to the next update.
+    """Reports a model that code outside of hooks has set to eval mode in an evaluation, and not back before an update.
 
     ``scope.evaluate`` restores the mode, which would hide a missing ``model.train()``. The calls are seen at
     ``nn.Module.train``, which ``eval()`` calls, too; it is replaced while any training watches.
