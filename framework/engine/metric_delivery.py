@@ -158,7 +158,7 @@ def _require_names(metrics: object) -> None:
 
 
 def _copied_value(value: MetricValue, leaves: list[Tensor], name: object) -> MetricValue:
-    """Copy the containers of a metric value, which its hook may reuse, and append its tensors to ``file_names``.
+    """Copy the containers of a metric value, which its hook may reuse, and append its tensors to ``leaves``.
 
     NumPy scalars and zero-dimensional arrays become Python numbers.
     """

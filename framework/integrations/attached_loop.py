@@ -278,9 +278,8 @@ class AttachedLoop:
             plan.begin_epoch(loop.epoch, loop.step, steps)
         self._at_exit = at_exit or self.end
         if self.options.overwrite and (earlier := _OPEN.get(self.path.resolve())):
-            earlier._at_exit(
-                "interrupted", None
-            )  # a notebook cell that runs again has lost the scope, so it is closed here
+            # A notebook cell that runs again has lost the scope, so it is closed here.
+            earlier._at_exit("interrupted", None)
         self._ranks.check_equal({"Whether a state was loaded": self._stored is not None})
         self._continues_record = self._has_record_of_state()
         try:

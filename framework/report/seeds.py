@@ -16,18 +16,7 @@ from ..student_t import critical_t, two_sided_p
 from .curves import MetricCurve
 
 Numbers = Mapping[int, float | None]  # by seed; None where a run has no such number
-CONTRAST = (
-    "difference",
-    "low",
-    "high",
-    "t",
-    "degrees_of_freedom",
-    "p",
-    "holm",
-    "test",
-    "seeds",
-    "remark",
-)  # of a contrast
+CONTRAST = ("difference", "low", "high", "t", "degrees_of_freedom", "p", "holm", "test", "seeds", "remark")
 LARGEST = 1e150  # its square is finite; larger numbers count as non-finite
 NO_SPREAD = 1e-12  # relative to the largest value: the rounding error of equal differences
 FEW = 3  # at most this many options name a group of a strategy
