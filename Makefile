@@ -65,7 +65,7 @@ fast-matrix: .venv-matrix/.installed
 # torch_xla has no build for the torch version in constraints.txt; this environment takes several GB.
 xla:
 	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla
-	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.9.*" "torch_xla==2.9.*" pytest hypothesis --editable .
+	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.9.*" "torch_xla==2.9.*" pytest hypothesis --editable '.[cli]'
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -m xla tests/training_hooks/averaging/test_on_xla.py
 
 slow: $(STAMP)
@@ -121,7 +121,8 @@ site: $(STAMP)
 pictures: $(STAMP)
 	$(BIN)/python -m docs.make_pictures
 
-# Source archive and wheel in dist/, checked, and the wheel installed into an empty environment.
+# Source archive and wheel in dist/, checked, and the wheel installed into an empty environment, without the command's
+# packages and with them.
 dist:
 	rm -rf dist .venv-dist
 	$(PYTHON) -m venv .venv-dist/tools
@@ -130,6 +131,9 @@ dist:
 	.venv-dist/tools/bin/python -m twine check --strict dist/*
 	$(PYTHON) -m venv .venv-dist/empty
 	.venv-dist/empty/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl
+	cd .venv-dist && empty/bin/python -c "import loopscope; loopscope.attach, loopscope.read_run"
+	.venv-dist/empty/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		"$$(ls dist/*.whl)[cli]"
 	cd .venv-dist && empty/bin/loopscope --help && empty/bin/loopscope list
 
 bench: $(BENCH_STAMP)

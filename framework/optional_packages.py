@@ -19,11 +19,13 @@ def require_package(package: str, needed_by: str) -> None:
         )
 
 
+def extra_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra; pip takes loopscope as it is installed."""
+    return f'pip install "loopscope[{extra}]"'
+
+
 def install_command(package: str) -> str:
     """Return the command that installs an optional package, in the versions that loopscope accepts.
-
-    It names the package itself, because an extra such as ``loopscope[plot]`` can be installed only from PyPI or from
-    the source folder.
 
     >>> install_command("matplotlib"), install_command("unknown")
     ("pip install 'matplotlib>=3.9'", 'pip install unknown')

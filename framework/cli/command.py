@@ -20,6 +20,7 @@ from ..training import Parallel, is_main_process, is_restarted, torchrun_world_s
 from .agents import agents, agents_parser
 from .alerts import alerts, alerts_parser
 from .compare import compare, compare_parser
+from .completion import SHELLS, completion_script
 from .diff import diff, diff_parser
 from .doctor import doctor, doctor_parser
 from .hook_pages import hooks, hooks_parser
@@ -102,9 +103,6 @@ def _list(words: Sequence[str]) -> None:
 
 def _completion(words: Sequence[str]) -> None:
     """Print the script of a shell that completes commands, experiments and options."""
-    # Imported here because only this command needs shtab.
-    from .completion import SHELLS, completion_script
-
     parser = CommandParser(
         "completion SHELL",
         "Print a script with which a shell completes commands, experiments, options and their values. It contains the "

@@ -15,6 +15,8 @@ from ..interruption import end_process, is_partly_imported
 from ..preserved_streams import preserved_streams
 
 STDOUT, STDERR = 1, 2
+COMMAND_MODULES = ("jsonargparse", "docstring_parser", "yaml", "shtab")
+"""Modules of the extra ``cli``, which only the command needs."""
 Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 USAGE = """usage: loopscope COMMAND ...
@@ -61,8 +63,16 @@ def main(arguments: Sequence[str] | None = None, *, packages: str | Sequence[str
         return 0
     with preserved_streams():
         # Imported here because it imports torch, which takes about two seconds.
-        from .command import run_command
+        try:
+            from .command import run_command
+        except ModuleNotFoundError as error:
+            if error.name not in COMMAND_MODULES:
+                raise
+            from ..optional_packages import extra_command
 
+            command = extra_command("cli")
+            sys.stderr.write(f"loopscope: The command needs {error.name}, which is not installed: {command}.\n")
+            return 2
         return run_command(words, packages)
 
 
@@ -123,9 +133,10 @@ def without_traceback(default_hook: Excepthook) -> Excepthook:
             sys.stderr.write("loopscope: interrupted.\n")
             raise SystemExit(128 + signal.SIGINT)
         from ..errors import UsageError, user_code_lines
-        from .command import refused
 
         if isinstance(error, UsageError):
+            from .command import refused
+
             if "--traceback" in sys.argv:
                 default_hook(kind, error, trace)
             lines = user_code_lines(error)
