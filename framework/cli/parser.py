@@ -15,7 +15,6 @@ from jsonargparse import ArgumentError, ArgumentParser
 from ..console import make_console, printable
 from ..errors import UsageError, nearest, require, shortened, unknown
 from ..runs import allowed_words, describe_type, union_members
-from .values import refuse_deep, refuse_odd
 
 NAMES = list[str]  # the type of options that take one name or several
 PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
@@ -56,11 +55,10 @@ def typed(option: str, value: Any, annotation: Any) -> Any:
     """
     if annotation == NAMES:
         value = [value] if isinstance(value, str) else value or []
-    refuse_deep(value if isinstance(value, str) else "", option)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=annotation)
     try:
-        converted = parser.parse_object({"value": value})["value"]
+        return parser.parse_object({"value": value})["value"]
     except (ArgumentError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         # jsonargparse also passes on exceptions that the constructors of PyYAML raise for a tag.
         choices, text = allowed_words(annotation), shortened(str(value))
@@ -68,8 +66,6 @@ def typed(option: str, value: Any, annotation: Any) -> Any:
             raise unknown(f"value of {option}:", text, choices) from error
         wanted = "a name or a list of names" if annotation == NAMES else describe_type(annotation)
         raise UsageError(f"{option} is {text!r}; it must be {wanted}.") from error
-    refuse_odd(str(converted) if isinstance(converted, Path) else converted, option)
-    return converted
 
 
 class HelpFormatter(argparse.HelpFormatter):
