@@ -47,7 +47,6 @@ NEEDS = {
     "needs_step_replay": "the random numbers of the step, to repeat its pass",
     "needs_prev_step_grads": "`prev_step_grads`, the gradient of the previous step",
     "needs_pre_epoch_state": "a copy of the training state before the epoch",
-    "needs_target_grad": "`target_grad`, which the experiment defines",
     "needs_reference_weights": "`reference_weights`, a reference solution (`--reference`)",
     "uses_reference_weights": "`reference_weights` for some of its metrics, if there is a reference (`--reference`)",
 }

@@ -26,7 +26,6 @@ NEEDS = {
     "needs_experiment_loop": "trains additional epochs",
     "needs_loss": "computes losses",
     "needs_loader": "reads the training data itself",
-    "needs_evaluation": "evaluates the model itself",
     "needs_next_batch": "needs the complete batch of a step before its first pass",
 }
 """Descriptions of requirements that a custom training loop may not fulfil; messages name the first missing one."""

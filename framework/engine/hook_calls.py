@@ -68,7 +68,6 @@ class HookCalls:
         self._delivery = delivery
         self._loader = with_copied_batches(task.loader)
         self._guardian_device = guardian_device
-        self._needs_target_grad = hooks.listeners.any_has("needs_target_grad")
         self._reference_weights = _frozen(reference_weights)
         self._services = ObserverServices(
             forward=self._forward,
@@ -114,14 +113,10 @@ class HookCalls:
         loop = self._state.loop
         if point not in STEP_POINTS and any([listener.hook.reports_evaluations for listener in due_listeners]):
             loop.has_unreported_evaluation = False
-        listeners = self._hooks.listeners.at[point]
         isolation = self._isolation
         try:
             isolation.start_visit()
             context = self._create_context(point)
-            # The list is replaced if hooks were left out because part of their context could not be computed.
-            if self._hooks.listeners.at[point] is not listeners:
-                due_listeners = [listener for listener in due_listeners if self._hooks.listeners.has(listener)]
             for listener in due_listeners:
                 if listener.intervention is None:
                     observe = partial(self._observe, listener, context)
@@ -191,22 +186,6 @@ class HookCalls:
                 intervene = partial(hook.intervene, context, model_context)
                 return self._hooks.run_rolled_back(hook, BETWEEN_STEPS, intervene)
 
-    def _isolated_target_grad(self, point: HookPoint) -> dict[str, Tensor] | None:
-        """Return the experiment's target gradient if a due hook needs it, computed in isolation."""
-        loop = self._state.loop
-        if not self._hooks.listeners.any_due("needs_target_grad", [point], loop.epoch, loop.step):
-            return None
-
-        def compute() -> dict[str, Tensor] | None:
-            with undone_pass(self._state, clears_gradients=True), torch.enable_grad():
-                return self._task.target_grad(self._task.model)
-
-        try:
-            return self._hooks.run_isolated("target_grad", point.name, compute)
-        except Exception as error:
-            self._hooks.leave_out_needing("needs_target_grad", error)
-            return None
-
     def _create_context(self, point: HookPoint) -> RunDataContext:
         """Return the context for the hooks at ``point``; fields that no hook requested are ``None``."""
         loop, task = self._state.loop, self._task
@@ -245,7 +224,6 @@ class HookCalls:
             grad_norm=newest_norm,
             backward_passes=loop.backward_passes if at_step else (),
             prev_step_grads=None if previous is None or not at_step else MappingProxyType(previous),
-            target_grad=_frozen(self._isolated_target_grad(point)) if self._needs_target_grad else None,
             reference_weights=self._reference_weights,
         )
 

@@ -451,5 +451,5 @@ def _call_of(hook: TrainingHook, where: str, step: int) -> Call:
 @cache
 def _may_draw(kind: type[TrainingHook]) -> bool:
     """Return whether hooks of a class may draw: not those of loopscope that only read what the loop has computed."""
-    needs = ("needs_loss", "needs_loader", "needs_evaluation", "mutates")
+    needs = ("needs_loss", "needs_loader", "mutates")
     return not is_shipped(kind) or any(getattr(kind, need, False) for need in needs)

@@ -85,10 +85,6 @@ class Listeners:
                 warn(f"Hook {item.hook.name!r} {reason}; its first epoch is {epoch}.", RunNotice, stacklevel=2)
             item.start_at(epoch)
 
-    def has(self, listener: Listener) -> bool:
-        """Return whether the hook of a listener is still active."""
-        return listener in self.at[listener.point] or listener in self.of_evaluations
-
     def of(self, hook: TrainingHook) -> list[Listener]:
         """Return the listeners of one hook."""
         return [listener for listeners in self.at for listener in listeners if listener.hook is hook]

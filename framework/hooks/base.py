@@ -168,18 +168,15 @@ class TrainingHook(Remembering, ABC):
     needs_step_replay: ClassVar[bool] = False
     """The hook repeats the pass of a step with its random numbers (:meth:`RunDataContext.replayed`)."""
     needs_pre_epoch_state: ClassVar[bool] = False
-    needs_target_grad: ClassVar[bool] = False
     needs_reference_weights: ClassVar[bool] = False
     """Without a reference solution the hook is dropped, or refused if it was requested by name."""
     needs_dense_gradients: ClassVar[bool] = False
     """Whether the hook cannot read sparse gradients, as of ``nn.Embedding(sparse=True)``; such models are refused."""
     needs_loss: ClassVar[bool] = False
-    """The hook computes losses or gradients. Experiments fulfil this requirement and the next four; a custom training
+    """The hook computes losses or gradients. Experiments fulfil this requirement and the next three; a custom training
     loop may not: it then drops the hook, or refuses it if it was requested by name."""
     needs_loader: ClassVar[bool] = False
     """The hook reads the training data itself."""
-    needs_evaluation: ClassVar[bool] = False
-    """The hook evaluates the model itself."""
     needs_next_batch: ClassVar[bool] = False
     """The hook needs the complete batch of a step, as one object, before the first pass of that step."""
     needs_experiment_loop: ClassVar[bool] = False

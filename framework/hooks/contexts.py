@@ -310,8 +310,6 @@ class RunDataContext:
     of hooks with ``needs_loss_graph``. Empty if the loop runs backward itself."""
     prev_step_grads: Mapping[str, Tensor] | None = None
     """Gradient of the previous step at POST_BACKWARD, by parameter name (``needs_prev_step_grads``)."""
-    target_grad: Mapping[str, Tensor] | None = None
-    """Target gradient of the experiment by parameter name (``needs_target_grad``)."""
     reference_weights: Mapping[str, Tensor] | None = None
     """Weights of the reference solution by parameter name (``needs_`` or ``uses_reference_weights``)."""
 
@@ -395,7 +393,6 @@ SET_AT: Mapping[str, tuple[tuple[HookPoint, ...], str, str]] = {
     "grad_norm": (_STEPS[1:], "needs_step_series", "if the loss is known"),
     "backward_passes": (_STEPS[1:], "needs_loss_graph", "if the loop passes its loss to loopscope"),
     "prev_step_grads": (_STEPS, "needs_prev_step_grads", "from the second step on"),
-    "target_grad": (tuple(HookPoint), "needs_target_grad", "if the experiment defines target_grad"),
     "reference_weights": (tuple(HookPoint), "uses_reference_weights", "with a reference solution"),
 }
 """Optional fields of a view: the points at which they are set, the flag that requests them, and further conditions."""

@@ -50,7 +50,6 @@ MISSING_PARTS = {
     "needs_experiment_loop": "train in an experiment of loopscope",
     "needs_loss": "give loss=function(model, batch), which returns the argument of scope.backward",
     "needs_loader": "give loader=, the DataLoader of the training data",
-    "needs_evaluation": "give evaluate=function(model), which returns named numbers",
 }
 """Parts that a loop may lack, by the need of a hook, with advice."""
 
@@ -152,7 +151,7 @@ class AttachOptions(RunSettings):
 
     def lacks(self, **more: str) -> dict[str, str]:
         """Return the parts that the loop lacks with these options, by the need of a hook, with advice."""
-        given = {"needs_loss": self.loss, "needs_loader": self.loader, "needs_evaluation": self.evaluate}
+        given = {"needs_loss": self.loss, "needs_loader": self.loader}
         return {need: advice for need, advice in (MISSING_PARTS | more).items() if given.get(need) is None}
 
     def create_hooks(self) -> tuple[list[ConfiguredHook], set[str], dict[str, str]]:

@@ -104,10 +104,6 @@ class ExperimentRunner(ABC, Generic[Config]):
         """Return whether the numbers of an evaluation show that the run has reached its goal and can end."""
         return False
 
-    def target_grad(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """Return the experiment's target gradient by parameter name, for hooks with ``needs_target_grad``."""
-        return None
-
     def strategy_hooks(self, strategy: str) -> OptionsByHook:
         """Return the hooks that are part of one strategy, with their options by hook name."""
         return {}

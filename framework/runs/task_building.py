@@ -66,7 +66,6 @@ def build_run(
         evaluate=precision.autocast(partial(_plain_result, runner, "evaluate")),
         scaler=precision.scaler(),
         should_stop=partial(_plain_result, runner, "should_stop"),
-        target_grad=runner.target_grad,
         scheduler=scheduler,
         scheduler_interval=runner.scheduler_interval,
         scheduler_metric=runner.best_metric,

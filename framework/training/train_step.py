@@ -64,10 +64,6 @@ def never_stop(evaluation: dict[str, float]) -> bool:
     return False
 
 
-def no_target_grad(model: nn.Module) -> None:
-    """Return no target gradient: the default of a task."""
-
-
 @dataclass
 class TrainingTask:
     """Model, optimizer, data and functions of an experiment: the input of a training loop.
@@ -82,7 +78,6 @@ class TrainingTask:
     compute_loss: Callable[[nn.Module, Batch], Tensor]
     evaluate: Callable[[nn.Module], dict[str, float]] = no_evaluation
     should_stop: Callable[[dict[str, float]], bool] = never_stop
-    target_grad: Callable[[nn.Module], dict[str, Tensor] | None] = no_target_grad
     scheduler: LRScheduler | None = None
     scaler: GradScaler | None = None
     """Scaler of the loss, for float16."""

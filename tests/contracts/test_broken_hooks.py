@@ -85,7 +85,7 @@ RUNS = [
     Broken("field before its time", compute("return {'std': ctx.prev_step_grads['0.weight'].norm()}", "needs_prev_step_grads = True"), "prev_step_grads is not set here; it is set from the second step on"),
     Broken("missing evaluation", compute("return {'std': ctx.evaluation['val_acc']}"), r"KeyError: 'val_acc' \[.*evaluation is not set at POST_STEP; it is set at PRE_EPOCH, POST_EPOCH, SNAPSHOT"),
     Broken("field without a number", compute("return {'std': ctx.val_acc}"), "returned a NoneType as a metric; .*; its name is 'std' .*val_acc is not set at POST_STEP"),
-    Broken("field in a called function", "def of(self, ctx):\n    return ctx.target_grad['0.weight']\n" + compute("return {'std': self.of(ctx).norm()}"), "in compute: return .*; broken.* in of: return .*set needs_target_grad = True in class Spread"),
+    Broken("field in a called function", "def of(self, ctx):\n    return ctx.prev_step_grads['0.weight']\n" + compute("return {'std': self.of(ctx).norm()}"), "in compute: return .*; broken.* in of: return .*set needs_prev_step_grads = True in class Spread"),
     Broken("returns None", compute("ctx.loss.mean()"), r"returned None; a hook returns a dict of metrics, {} if it has none " + IN_COMPUTE),
     Broken("returns a number", compute("return ctx.loss"), "returned a Tensor; a hook returns a dict of metrics"),
     Broken("returns a list", compute("return [('std', 1.0)]"), "returned a list; a hook returns a dict of metrics.* " + IN_COMPUTE),

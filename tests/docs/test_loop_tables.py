@@ -49,12 +49,12 @@ def seen(loop: str, *, wanted: bool) -> list[tuple[HookPoint, int, dict[str, boo
         values = {name: getattr(ctx, name) for name in FIELDS}
         set_fields.append((ctx.hook_point, ctx.step, {name: is_set(value) for name, value in values.items()}))
 
-    flags = ("needs_grads", "needs_step_series", "needs_prev_step_grads", "needs_target_grad", "needs_loss_graph")
+    flags = ("needs_grads", "needs_step_series", "needs_prev_step_grads", "needs_loss_graph")
     needs = dict.fromkeys(flags, wanted)
     spy = at(SpyHook, *HookPoint, **needs)(probe)
     weight = {"0.weight": torch.ones(1)}
     reference = weight if wanted else None
-    options = {"target_grad": lambda model: weight, "reference_weights": reference, **OPTIONS[loop]}
+    options = {"reference_weights": reference, **OPTIONS[loop]}
     train(Case(loop=loop), [spy], steps=STEPS, **options)
     return set_fields
 

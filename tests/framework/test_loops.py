@@ -67,7 +67,7 @@ def test_loop_keeps_nothing_without_a_request(loop):
         loop_state = state[0].loop
         values.extend([loop_state.gradient_sum, loop_state.accumulated_grads])
         values.extend([loop_state.prev_step_grads, loop_state.current_grads])
-        values.extend([loop_state.pre_epoch, ctx.accumulated_grads, ctx.prev_step_grads, ctx.target_grad])
+        values.extend([loop_state.pre_epoch, ctx.accumulated_grads, ctx.prev_step_grads])
 
     task, new_state = build(Case(loop=loop), steps=6)
     state.append(new_state)

@@ -167,7 +167,7 @@ class Needy(TrainingHook):
         return {}
 
 
-NEEDS = ("needs_target_grad", "needs_grads", "needs_prev_step_grads", "needs_step_series", "needs_pre_epoch_state")
+NEEDS = ("needs_grads", "needs_prev_step_grads", "needs_step_series", "needs_pre_epoch_state")
 
 
 def unable(*arguments, **options):
@@ -183,7 +183,6 @@ def test_failing_requirement_drops_the_hook(need: str, required, monkeypatch) ->
     monkeypatch.setattr("loopscope.engine.driver._append_column", unable)
 
     def prepare(task, state):
-        task.target_grad = unable
         if need == "needs_prev_step_grads":
             parameter = next(task.model.parameters())
             parameter.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", Unclonable(leaf.grad)))

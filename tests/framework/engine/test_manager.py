@@ -23,7 +23,7 @@ from loopscope.hooks import (
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams
 from loopscope.training import Profiler
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.support import (
     ROWS,
@@ -36,9 +36,7 @@ from tests.support import (
     assert_same_bytes,
     at,
     build,
-    data_for,
     differences,
-    mean_loss,
     raising,
     run_info,
     train,
@@ -144,23 +142,19 @@ ALWAYS_SET = {
 }
 BATCH = {"batch_idx", "batch_data"}
 EVALUATED = {"train_acc", "val_acc", "evaluation"}
-ON_REQUEST = {"prev_step_grads", "target_grad"}
+ON_REQUEST = {"prev_step_grads"}
 SET_IN_EPOCH_LOOP = {
-    "PRE_EPOCH": EVALUATED | {"target_grad"},
+    "PRE_EPOCH": EVALUATED,
     "PRE_STEP": BATCH | ON_REQUEST,
     "POST_BACKWARD": BATCH | ON_REQUEST | {"loss"},
     "PRE_UPDATE": BATCH | ON_REQUEST | {"loss"},
     "POST_STEP": BATCH | ON_REQUEST | {"loss"},
-    "POST_EPOCH": EVALUATED | {"loss", "accumulated_grads", "target_grad"},
-    "SNAPSHOT": EVALUATED | {"loss", "accumulated_grads", "target_grad"},
+    "POST_EPOCH": EVALUATED | {"loss", "accumulated_grads"},
+    "SNAPSHOT": EVALUATED | {"loss", "accumulated_grads"},
 }
 SET_IN_STEP_LOOP = {name: fields for name, fields in SET_IN_EPOCH_LOOP.items() if HookPoint[name] in STEP_POINTS} | {
     "SNAPSHOT": SET_IN_EPOCH_LOOP["SNAPSHOT"]
 }
-
-
-def target(model: nn.Module) -> dict[str, Tensor]:
-    return {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.longer
@@ -176,8 +170,8 @@ def test_context_fields_match_the_table(loop, table):
         fields_by_point[ctx.hook_point.name] = present - ALWAYS_SET
         assert present >= ALWAYS_SET
 
-    hook = at(SpyHook, *HookPoint, needs_grads=True, needs_prev_step_grads=True, needs_target_grad=True)(look)
-    train(Case(loop=loop), [hook], steps=6, snapshot_every=1, eval_every=1, log_every=1, target_grad=target)
+    hook = at(SpyHook, *HookPoint, needs_grads=True, needs_prev_step_grads=True)(look)
+    train(Case(loop=loop), [hook], steps=6, snapshot_every=1, eval_every=1, log_every=1)
     assert fields_by_point == table
 
 
@@ -201,42 +195,18 @@ def test_evaluation_is_available_until_the_next_step():
     assert {tuple(evaluation.items()) for *_, evaluation in seen} == {(), (("val_acc", 0.5), ("val_loss", 2.0))}
 
 
-def test_target_gradient_is_computed_on_demand():
-    """The gradient is computed only at steps where a hook that needs it runs."""
-    computations: list[int] = []
-    schedule = StepSchedule(mode="stride", every_n_steps=2)
-    requesting = named(SpyHook, "requesting", HookPoint.POST_STEP, needs_target_grad=True, step_schedule=schedule)()
-    train(Case(), [requesting, SpyHook()], target_grad=lambda model: computations.append(1) or target(model))
-    assert len(computations) == 2
-
-
-def test_target_gradient_leaves_state_unchanged():
-    """A target gradient that uses backward() changes no byte of the run."""
-    batch = data_for("batchnorm_mlp")
-
-    def by_backward(model):
-        model.zero_grad()
-        mean_loss(model.train(), batch).backward()
-        return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    seen: list[bool] = []
-    look = at(SpyHook, *HookPoint, needs_target_grad=True)(lambda ctx: seen.append(bool(ctx.target_grad)))
-    assert_same_bytes(train(Case(), [look], target_grad=by_backward), Case())
-    assert seen == [True] * 15
-
-
 def test_context_is_frozen_with_readonly_mappings():
     def check(ctx) -> None:
         with pytest.raises(FrozenInstanceError):
             ctx.epoch = 5
         with pytest.raises((AttributeError, TypeError)):
             ctx.anything = 5
-        for mapping in (ctx.evaluation, ctx.accumulated_grads, ctx.prev_step_grads, ctx.target_grad):
+        for mapping in (ctx.evaluation, ctx.accumulated_grads, ctx.prev_step_grads):
             assert mapping is None or type(mapping) is MappingProxyType
 
     points = HookPoint.POST_STEP, HookPoint.POST_EPOCH
-    hook = at(SpyHook, *points, needs_grads=True, needs_prev_step_grads=True, needs_target_grad=True)(check)
-    train(Case(), [hook], target_grad=target)
+    hook = at(SpyHook, *points, needs_grads=True, needs_prev_step_grads=True)(check)
+    train(Case(), [hook])
     assert len(hook.seen) == 4
 
 
