@@ -88,7 +88,7 @@ def _items(name: str, value: Any, example: str) -> Iterable[tuple[str, Any]]:
 
 def check_path(name: str, value: Any) -> None:
     """Raise :class:`UsageError` if a path is not a text or a ``Path``."""
-    fits = value is None or (isinstance(value, (str, os.PathLike)) and "\0" not in os.fspath(value))
+    fits = value is None or isinstance(value, (str, os.PathLike))
     require(fits, f"{name} is {value!r}; it must be a path: {name}='runs/first'.")
 
 

@@ -29,7 +29,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "list of schedules": ({"schedules": [StepSchedule()]}, "it must be a dict by the names of hooks"),
     "number as folder": ({"out": 3}, "out is 3; it must be a path"),
     "bytes as folder": ({"out": b"run"}, "out is b'run'; it must be a path"),
-    "NUL in a folder": ({"out": "a\0b"}, "it must be a path"),
     "dict as reference": ({"reference": {"a": 1}}, "reference is {'a': 1}; it must be a path"),
     "text as seed": ({"seed": "a"}, "seed is 'a'; it must be an integer"),
     "fraction as seed": ({"seed": 1.5}, "seed is 1.5; it must be an integer"),
