@@ -4,13 +4,13 @@ from .alerts import ALERTS, LARGEST_STEP, SEVERITIES, Alert, AlertNotice, Recove
 from .attention_calls import AttentionCall, FusedCall, ScoreBlock, WrittenCall
 from .backward_passes import BackwardPass
 from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
-from .class_checks import KEYWORDS, hook_options
+from .class_checks import hook_options
 from .commits import Clipping, StatePart, UndeclaredCommitError
 from .contexts import (
     ENDLESS, SET_AT, ForwardResult, MetricInfo, MetricPanel, ObserverServices, OptimizerGroup, RunDataContext, RunInfo,
     metric_table,
 )
-from .groups import GROUPS, always_on, bulk_hooks, hook_groups, hook_kind, select_hooks
+from .groups import GROUPS, KEYWORDS, always_on, bulk_hooks, hook_groups, hook_kind, select_hooks
 from .hook_points import (
     ALWAYS, EPOCH_END, EVERY_STEP, STEP_POINTS, EpochWindow, HookPoint, LoopType, StepSchedule, windows_for,
 )

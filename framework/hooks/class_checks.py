@@ -1,7 +1,7 @@
 """Checks of the classes that are registered: hooks, sinks and experiments."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
@@ -12,11 +12,6 @@ from .commits import StatePart
 from .contexts import metric_table
 from .hook_points import POINTS_OF_LOOP, HookPoint, windows_for
 from .metrics import MetricSink
-
-KEYWORDS = ("all", "observers", "with_debug")
-"""Keywords of ``--hooks``, in addition to names of hooks."""
-GENERATOR_METHODS = ("check", "describe_metrics", "taps")
-"""Methods that may be generators."""
 
 
 def check_hook_class(hook: type[TrainingHook]) -> None:
@@ -33,15 +28,8 @@ def check_hook_class(hook: type[TrainingHook]) -> None:
 
 
 def _check_declarations(hook: type[TrainingHook]) -> None:
-    name = getattr(hook, "name", None)
-    is_valid_name = isinstance(name, str) and name.replace("_", "").isalnum()
-    require(is_valid_name, "needs a name of letters, digits and underscores.")
-    require(name not in KEYWORDS, f"is named {name!r}, which is a keyword in lists of hooks; rename it.")
-    is_table = isinstance(hook.metrics, str)
-    require(is_table, "has metrics that are not a string with rows 'name | formula | range | reading'.")
+    require(_is_name(getattr(hook, "name", None)), "needs a name of letters, digits and underscores.")
     _check_methods(hook)
-    by_point = hook.point_schedules
-    require(isinstance(by_point, Mapping), f"has point_schedules = {by_point!r}; it must be a dict by hook point.")
     for name, option in inspect.signature(hook, eval_str=True).parameters.items():
         if name not in hook_options(hook) or inspect.Parameter.empty in (option.default, option.annotation):
             remedy = f"an option must be keyword-only, annotated, and have a default: (self, *, {name}: int = 1)"
@@ -49,6 +37,10 @@ def _check_declarations(hook: type[TrainingHook]) -> None:
     points = _declared_points(hook)
     if issubclass(hook, InterventionHook):
         _check_intervention_class(hook, points)
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name.replace("_", "").isalnum()
 
 
 def _check_methods(hook: type[TrainingHook]) -> None:
@@ -63,29 +55,14 @@ def _check_methods(hook: type[TrainingHook]) -> None:
     hint = " (or a table metrics)" if "describe_metrics" in missing else ""
     require(not missing, f"must define {', '.join(f'{name}()' for name in sorted(missing))}{hint}.")
     for name in [name for name in dir(base) if not name.startswith("_") and callable(getattr(base, name))]:
-        if getattr(hook, name) is not getattr(base, name):
-            _check_method(name, getattr(base, name), hook)
-
-
-def _check_method(name: str, expected: Callable[..., Any], hook: type[TrainingHook]) -> None:
-    arguments = [argument for argument in inspect.signature(expected).parameters if argument != "self"]
-    method, takes_self = (
-        getattr(hook, name),
-        inspect.isfunction(inspect.getattr_static(hook, name)) and name != "file_names",
-    )
-    is_valid = not inspect.iscoroutinefunction(method) and (
-        name in GENERATOR_METHODS or not inspect.isgeneratorfunction(method)
-    )
-    try:
-        inspect.signature(method).bind(*[None] * (takes_self + len(arguments)))
-    except (TypeError, ValueError):
-        is_valid = False
-    form = f"{name}({', '.join(['cls' if name == 'file_names' else 'self', *arguments])})"
-    if not is_valid:
-        remedy = "it must be a function without yield and async"
-        raise UsageError(
-            f"has a method {name} [{source_location(method) or method}] that cannot be called; {remedy}: {form}."
-        )
+        arguments, method = inspect.signature(getattr(base, name)).parameters, getattr(hook, name)
+        try:
+            inspect.signature(method).bind(*arguments)
+        except TypeError as error:
+            place = source_location(method) or method
+            raise UsageError(
+                f"has a method {name} [{place}] that cannot be called; it must be {name}({', '.join(arguments)})."
+            ) from error
 
 
 def hook_options(hook: type[TrainingHook]) -> dict[str, inspect.Parameter]:
@@ -96,20 +73,13 @@ def hook_options(hook: type[TrainingHook]) -> dict[str, inspect.Parameter]:
 
 def _declared_points(hook: type[TrainingHook]) -> set[HookPoint]:
     """Return all hook points that the class declares, for both loops."""
-    loops: Any = hook.loop_points or {}
-    form = "{'epoch': {HookPoint.POST_EPOCH}}"
-    require(isinstance(loops, Mapping), f"has loop_points = {loops!r}; it must be a dict, such as {form}.")
-    for loop in loops:
+    points = _members("hook_points", hook.hook_points, HookPoint)
+    windows_for(points, None, "epoch")
+    for loop, entry in (hook.loop_points or {}).items():
         if loop not in POINTS_OF_LOOP:
             raise UsageError(f"has loop_points: {unknown('loop', str(loop), POINTS_OF_LOOP)}")
-    points = _members("hook_points", hook.hook_points, HookPoint)
-    points = points.union(*(_members("loop_points", entry, HookPoint) for entry in loops.values()))
-    try:
-        windows_for(points, None, "epoch")
-        for loop in loops:
-            windows_for(points, loops, loop)
-    except UsageError as error:
-        raise UsageError(f"cannot be used: {error}") from error
+        windows_for(points, hook.loop_points, loop)
+        points = points | {*entry}
     names = ", ".join(point.name for point in HookPoint)
     require(bool(points), f"fires nowhere; set hook_points to a set of HookPoint members: {names}.")
     return points
@@ -131,8 +101,6 @@ def _check_intervention_class(hook: type[InterventionHook], points: set[HookPoin
     require(not missing, f"intervenes at {missing}, which is not among its hook_points.")
     is_allowed = HookPoint.PRE_UPDATE not in intervening
     require(is_allowed, "intervenes at PRE_UPDATE, which is for observers; use POST_BACKWARD.")
-    observes = intervening != points and hook.compute is InterventionHook.compute
-    require(not observes, "observes outside its intervention_points, so it must define compute().")
     for part in _members("commits", hook.commits, StatePart):
         if not isinstance(part, StatePart):
             members = ", ".join(f"StatePart.{member.name}" for member in StatePart)
@@ -141,14 +109,10 @@ def _check_intervention_class(hook: type[InterventionHook], points: set[HookPoin
 
 def check_sink_class(sink: type[MetricSink]) -> None:
     """Check a sink class; raise :class:`UsageError` with advice if it is invalid."""
-    if sink.name == MetricSink.name or not sink.name.replace("_", "").isalnum():
+    if sink.name == MetricSink.name or not _is_name(sink.name):
         raise UsageError(f"Sink class {qualified(sink)} needs a name of letters, digits and underscores.")
-    if sink.flag is not None and not sink.flag.startswith("--"):
-        raise UsageError(f"Sink class {qualified(sink)} has the flag {sink.flag!r}; it must start with two dashes.")
     if sink.option is not None and sink.option not in inspect.signature(sink).parameters:
         raise UsageError(f"Sink class {qualified(sink)} has the option {sink.option!r}, which its constructor lacks.")
-    if sink.default and (sink.flag is None or sink.option is not None):
-        raise UsageError(f"Sink class {qualified(sink)} is enabled by default, so it needs a flag without an option.")
 
 
 def check_experiment_class(experiment: type[Any]) -> None:

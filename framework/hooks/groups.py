@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from ..errors import UsageError, unknown
 from ..option_words import option_text
 from .base import InterventionHook, TrainingHook
-from .class_checks import KEYWORDS
 from .registries import HookRegistry
 
+KEYWORDS = ("all", "observers", "with_debug")
+"""Keywords of ``--hooks``, in addition to names of hooks."""
 BULK = ("observers", "interventions", "full", "all")
 """The groups and keywords that select hooks by their kind."""
 GROUPS = ("none", "minimal", "health", "observers", "interventions", "full")

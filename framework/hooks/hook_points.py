@@ -67,28 +67,17 @@ def windows_for(hook_points: Set[HookPoint], loop_points: LoopPoints | None, loo
     are all outside of steps has SNAPSHOT.
 
     Raises:
-        UsageError: a point is not a :class:`HookPoint`, or a window contains no epoch.
+        UsageError: a point is not a :class:`HookPoint`.
     """
     if loop_points is None:
         requested: dict[HookPoint, EpochWindow] = dict.fromkeys(hook_points, ALWAYS)
     else:
         entry = loop_points.get(loop, frozenset())
         requested = dict(entry) if isinstance(entry, Mapping) else dict.fromkeys(entry, ALWAYS)
-    for point, window in requested.items():
+    for point in requested:
         if not isinstance(point, HookPoint):
             members = ", ".join(member.name for member in HookPoint)
             raise UsageError(f"Unknown hook point {point!r}. Known members of HookPoint: {members}.")
-        bounds = list(window) if isinstance(window, (tuple, list)) else []
-        if len(bounds) != 2 or any(type(bound) not in (int, type(None)) for bound in bounds):
-            raise UsageError(
-                f"The epoch window at {point.name} is {window!r}; it must be a pair (first, last) of integers or None."
-            )
-        first, last = window
-        if (first or 0) < 0 or (last is not None and last < (first or 0)):
-            raise UsageError(
-                f"The epoch window {window} at {point.name} contains no epoch; use (first, last) with first <= last: "
-                "epochs count from 0, both bounds are included, and None leaves a side open."
-            )
     if loop == "step" and loop_points is None and requested and not STEP_POINTS & requested.keys():
         return {HookPoint.SNAPSHOT: ALWAYS}
     return {point: window for point, window in requested.items() if point in POINTS_OF_LOOP[loop]}
@@ -128,8 +117,6 @@ class StepSchedule:
                 f"burst_length is {self.burst_length}; it must be in 1..every_n_steps ({self.every_n_steps})."
             )
         require(self.warmup >= 0, f"warmup is {self.warmup}; it must be at least 0.")
-        is_valid = isinstance(self.also, tuple) and all(type(step) is int and step >= 1 for step in self.also)
-        require(is_valid, f"also is {self.also!r}; it must be a tuple of steps, which count from 1, such as (2, 5).")
 
     def is_due(self, step: int) -> bool:
         """Return whether the schedule selects ``step``, counted from 1."""

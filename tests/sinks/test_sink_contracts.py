@@ -266,16 +266,12 @@ def test_registry_returns_sink_by_name(sink_class):
 
 
 def test_sink_class_with_bad_declaration_is_refused(sink_class):
-    """A missing name, a malformed flag, an unknown option and a default without a switch are refused."""
+    """A missing name and an unknown option are refused."""
     registry = Registry("sink", "loopscope.none", check_sink_class)
     with pytest.raises(UsageError, match="needs a name"):
         registry.register(type("Nameless", (sink_class,), {"name": "sink"}))
-    with pytest.raises(UsageError, match="two dashes"):
-        registry.register(type("Flagged", (sink_class,), {"flag": "csv"}))
     with pytest.raises(UsageError, match="'nowhere', which its constructor lacks"):
         registry.register(type("Lost", (sink_class,), {"option": "nowhere"}))
-    with pytest.raises(UsageError, match="enabled by default, so it needs a flag without an option"):
-        registry.register(type("Always", (sink_class,), {"default": True, "flag": None, "option": None}))
 
 
 def test_sink_names_every_file_it_writes(sink_class, tmp_path, capsys):

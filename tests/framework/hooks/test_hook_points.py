@@ -205,12 +205,6 @@ def test_manager_refuses_unknown_hook_point(point, sentence):
         HookManager([at(SpyHook, point)()], *tiny_run())
 
 
-@pytest.mark.parametrize("window", [(3, 2), (-1, None), (None, -1)])
-def test_window_without_epochs_is_refused(window):
-    with pytest.raises(UsageError, match="contains no epoch"):
-        windows_for(set(), {"epoch": {HookPoint.POST_EPOCH: window}}, "epoch")
-
-
 intervals = st.integers(1, 12)
 warmups = st.integers(0, 20)
 
