@@ -100,7 +100,7 @@ class Driver:
         if self._before_step is not None:
             memory, mark = self._before_step
             self._before_step = None
-            self._hooks.recall(memory)
+            self._hooks.load_state_dict(memory)
             self.manager.delivery.drop_steps_after(mark)
 
     def before_backward(self, loss: Tensor, *, divisor: float = 1.0, is_scaled: bool = False) -> None:

@@ -1,10 +1,8 @@
 """Advice in error messages about hooks, derived from the error, the hook's context and its class."""
 
-import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import FrozenInstanceError
-from traceback import walk_tb
+from traceback import extract_tb, walk_tb
 from typing import Any
 
 from ..errors import StateMutationError, nearest, source_location, text_of
@@ -15,7 +13,6 @@ NO_GRADIENTS = "Hooks run without gradients: call ctx.compute_batch_gradients(ba
 ALTERNATIVES = {
     "gradient": "ctx.compute_batch_gradients(batch) and torch.autograd.grad do not change gradients; to change them, "
     "declare commits = {StatePart.GRADIENTS} and call model_ctx.scale_gradients or model_ctx.replace_gradients.",
-    "optimizer": "ctx.optimizer_groups returns its options, and model_ctx.take_step in intervene takes a trial step.",
     "parameter": "ctx.evaluate(weights) evaluates other weights, model_ctx.take_step and model_ctx.apply_perturbation "
     "in intervene change them until the rollback; for a lasting change, declare commits = {StatePart.PARAMETERS} and "
     "call model_ctx.blend_parameters.",
@@ -48,47 +45,27 @@ def advice_on_mutation(hook: TrainingHook, where: str, error: StateMutationError
     return " ".join(filter(None, [location and f"Its code is at {location}.", *alternatives[:1]]))
 
 
-def advice_on_error(hook: TrainingHook, where: str, error: BaseException) -> str:
+def advice_on_error(hook: TrainingHook, error: BaseException) -> str:
     """Return advice about an error of a hook, or an empty text if the error suffices."""
-    if isinstance(error, SystemExit):
-        return "A hook cannot end the run with sys.exit(); raise an error instead."
-    if isinstance(error, FrozenInstanceError):
-        return "The arguments of hooks are read-only; return metrics, and use commits for changes."
     if isinstance(error, AttributeError) and isinstance(error.obj, (RunDataContext, ModelDataContext, RunInfo)):
         return nearest(str(error.name), [name for name in dir(error.obj) if not name.startswith("_")]).strip()
     if isinstance(error, RuntimeError) and "does not require grad" in text_of(error):
         return NO_GRADIENTS
     if isinstance(error, KeyError) or "NoneType" in text_of(error):
-        return " ".join(_advice_on_unset_fields(hook, where, error))
+        return " ".join(dict.fromkeys(_advice_on_unset_fields(hook, error)))
     return ""
 
 
-def _advice_on_unset_fields(hook: TrainingHook, where: str, error: BaseException) -> Iterator[str]:
-    """Yield a sentence for every unset field of its context that a hook's source names up to the failed line."""
-    context: RunDataContext | None = None
-    source = ""
-    for frame, number in walk_tb(error.__traceback__):
-        contexts = [value for value in frame.f_locals.values() if type(value) is RunDataContext]
-        context = contexts[0] if contexts else context
-        if contexts and not str(frame.f_globals.get("__name__")).startswith("loopscope.engine"):
-            source += _source_until(frame.f_code, number)
-    if context is None:
-        return
-    if not source:  # the hook had returned
-        source = _source_until(inspect.unwrap(called_method(hook, where)))
+def _advice_on_unset_fields(hook: TrainingHook, error: BaseException) -> Iterator[str]:
+    """Yield a sentence for every unset field of its context that a failed line of a hook names."""
     # CPython's AttributeError and KeyError do not state from which object a None or a key came.
-    for name in dict.fromkeys(re.findall(r"\.(\w+)", source)):
-        if name in SET_AT and (getattr(context, name) is None or (name == "evaluation" and not context.evaluation)):
-            yield _reason_unset(hook, name, context.hook_point)
-
-
-def _source_until(function: Any, last_number: int | None = None) -> str:
-    """Return the source of a function or its code, up to a line number; empty if it is unknown."""
-    try:
-        lines, first_number = inspect.getsourcelines(function)
-    except (OSError, TypeError):  # generated code, or written in C
-        return ""
-    return "".join(lines if last_number is None else lines[: last_number - first_number + 1])
+    for (frame, _), entry in zip(walk_tb(error.__traceback__), extract_tb(error.__traceback__), strict=True):
+        for context in [value for value in frame.f_locals.values() if type(value) is RunDataContext]:
+            for name in re.findall(r"\.(\w+)", entry.line or ""):
+                if name in SET_AT and (
+                    getattr(context, name) is None or (name == "evaluation" and not context.evaluation)
+                ):
+                    yield _reason_unset(hook, name, context.hook_point)
 
 
 def _reason_unset(hook: TrainingHook, name: str, point: HookPoint) -> str:

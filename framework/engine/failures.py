@@ -84,7 +84,7 @@ class HookFailures:
                 "options, or without this hook."
             ) from error
         lines = with_lines(explained, source_location(called_method(hook, where)))
-        advice = advice_on_error(hook, where, error)
+        advice = advice_on_error(hook, error)
         message = f"Hook {hook.name!r} raised at {where} of step {step}: {lines}" + (advice and f". {advice}")
         entry = {"hook": hook.name, "point": where, "step": step, "error": describe_error(explained)}
         self.errors.append(entry | {"traceback": "".join(format_exception(error))})

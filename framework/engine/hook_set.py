@@ -362,7 +362,7 @@ class HookSet:
                 self.leave_out([hook.name], "start", UsageError(sentence))
 
     def memory_at(self, point: HookPoint) -> dict[str, Any]:
-        """Return the states of the hooks that are due at ``point`` by name, for :meth:`recall`."""
+        """Return the states of the hooks that are due at ``point`` by name, for :meth:`load_state_dict`."""
         states: dict[str, Any] = {}
         epoch, step = self._state.loop.epoch, self._state.loop.step
         due = [item for item in self.listeners.at[point] if item.is_always_due or item.is_due(epoch, step)]
@@ -413,21 +413,13 @@ class HookSet:
                     states |= {} if state is None else {hook.name: state}
         return states
 
-    def recall(self, memory: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`memory_at`; entries may change their kind, such as from ``None`` to a number."""
-        self._load(memory, lambda hook, state: hook.load_state_dict(state))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of every hook; hooks without a saved state keep their initial one."""
-        self._load(state, hook_validation.load_state)
-
-    def _load(self, states: Mapping[str, Any], function: Callable[[TrainingHook, Any], None]) -> None:
-        """Call ``function`` in isolation for every hook with a state."""
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict` or :meth:`memory_at`; hooks without a state keep their own."""
         has_calls = False
         for hook in list(self._hooks):
             if hook.name in states:
                 has_calls = True
-                load = partial(function, hook, states[hook.name])
+                load = partial(hook.load_state_dict, states[hook.name])
                 load_isolated = partial(self._run_in_gate, Call(hook.name, LOAD, 0), load)
                 with self.isolation.visit():
                     self._call_safely(hook, LOAD, 0, load_isolated)

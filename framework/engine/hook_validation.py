@@ -1,35 +1,11 @@
-"""Validation of the values that hooks return: state, metric descriptions and tables; and checks before their start."""
+"""Validation of the metric descriptions and tables that hooks return, and checks before their start."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from torch import Tensor
-
-from ..errors import UnsuitableError, UsageError, shortened
+from ..errors import UnsuitableError, shortened
 from ..hooks import MetricInfo, RunInfo, TrainingHook
 from ..option_words import option_text
 from .error_advice import unmet_need
-
-
-def load_state(hook: TrainingHook, state: Any) -> None:
-    """Load a hook's state; raises :class:`UsageError` if the kind of an entry differs from the hook's current state."""
-    if sentence := _mismatch("its state", state, hook.state_dict()):
-        raise UsageError(sentence)
-    hook.load_state_dict(state)
-
-
-def _mismatch(name: str, stored: Any, current: Any) -> str:
-    """Return what is wrong with the kind of a ``stored`` value, or an empty text; mappings are compared recursively."""
-    word, kinds = next(((word, kinds) for word, kinds in _KINDS.items() if isinstance(current, kinds)), ("", (object,)))
-    if not isinstance(stored, kinds):
-        return f"{name} is not a {word}"
-    if not (isinstance(current, Mapping) and isinstance(stored, Mapping)):
-        return ""
-    return next(filter(None, (_mismatch(str(key), stored[key], current[key]) for key in current if key in stored)), "")
-
-
-_KINDS = {"number": (int, float, Tensor), "string": (str,), "list": (list, tuple), "mapping": (Mapping,)}
-"""Kinds of entries in the state of a hook; values of one kind can replace each other."""
 
 
 def metric_infos(hook: TrainingHook) -> list[MetricInfo]:
@@ -43,10 +19,9 @@ def metric_infos(hook: TrainingHook) -> list[MetricInfo]:
 def summary_table(hook: TrainingHook) -> Mapping[str, Mapping[str, float]]:
     """Return a hook's table for the summary of the run; raises ``TypeError`` for anything but rows of numbers."""
     table = hook.table()
-    rows = list(table.values()) if isinstance(table, Mapping) else [None]
-    numbers = [number for row in rows if isinstance(row, Mapping) for number in row.values()]
-    if not all(isinstance(row, Mapping) for row in rows) or not all(
-        isinstance(number, (int, float)) for number in numbers
+    rows = table.values() if isinstance(table, Mapping) else [None]
+    if not all(
+        isinstance(row, Mapping) and all(isinstance(item, (int, float)) for item in row.values()) for row in rows
     ):
         raise TypeError(f"returned {shortened(repr(table))}; a table is a dict of rows, and a row is a dict of numbers")
     return table

@@ -164,8 +164,6 @@ KNOWN = {
     "state/parameters/0.bias": (2**70, "could not resume from .*: OverflowError"),
     "state/modules/1._non_persistent_buffers_set": (MISSING, r"its modules differ \(1._non_persistent_buffers_set\)"),
     "state/scheduler/last_epoch": (None, "last_epoch of the scheduler is not a number"),
-    "hooks/weight_updates/checks": ("x", "'weight_updates' cannot be restored .UsageError: checks is not a number"),
-    "hooks/weight_updates/conditions/counts": ([1], "cannot be restored .UsageError: counts is not a mapping"),
     "hooks/consecutive/memory/vectors/before": ("x", "'consecutive' cannot be restored"),
     "samples": ("x", "its field 'samples' must be an object"),
     "left_out": ("x", "its field 'left_out' must be an object"),
