@@ -36,6 +36,6 @@ def install_command(package: str) -> str:
         requirements = []
     for requirement in requirements:
         match = re.match(r"(?P<name>[\w.-]+)(?P<versions>[^;\s]*)", requirement)
-        if match and match["name"] == package and match["versions"]:
+        if match and match["name"].replace("-", "_") == package.replace("-", "_") and match["versions"]:
             return f"pip install '{match[0]}'"
     return f"pip install {package}"

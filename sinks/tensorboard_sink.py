@@ -38,8 +38,9 @@ class TensorBoardSink(ReplaySink):
 
     @classmethod
     def check_installed(cls) -> None:
-        """Raise :class:`UsageError` if tensorboard is missing."""
-        require_package("tensorboard", f"Sink {cls.name!r}")
+        """Raise :class:`UsageError` if tensorboard or google_crc32c is missing."""
+        for package in ("tensorboard", "google_crc32c"):
+            require_package(package, f"Sink {cls.name!r}")
 
     @classmethod
     def file_names(cls, strategy: str) -> Sequence[str]:
