@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -64,7 +63,8 @@ def is_locked(folder: Path) -> bool:
 def _acquire(path: Path) -> int:
     """Open and lock the file; try again if its last owner removed it in between, so that the path names another one."""
     while True:
-        descriptor = _open_lock_file(path)
+        # A link in a folder from another source must not lead to another file.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             _lock(descriptor, path)
             with suppress(FileNotFoundError):
@@ -74,31 +74,6 @@ def _acquire(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
-
-
-def _open_lock_file(path: Path) -> int:
-    """Open or create the lock file.
-
-    Raises:
-        UsageError: if the path is a folder, a link or another special file.
-    """
-    try:
-        # Without O_NONBLOCK, opening a FIFO of this name would wait for another process to open it.
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(path, flags, 0o644)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EISDIR):
-            raise
-        raise _unusable_lock_file(path) from error
-    status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:  # zero links if its owner has just removed it
-        return descriptor
-    os.close(descriptor)
-    raise _unusable_lock_file(path)
-
-
-def _unusable_lock_file(path: Path) -> UsageError:
-    return UsageError(f"{path} is a link or not a regular file, so it cannot be the lock of a run; remove it.")
 
 
 def _lock(descriptor: int, path: Path) -> None:
