@@ -47,8 +47,6 @@ def preserved_streams() -> Iterator[None]:
 
 def threads_of_script() -> list[str]:
     """Return the names of the other running threads, without those of packages that draw no random numbers."""
-    if threading.active_count() == 1:
-        return []
     others = {*threading.enumerate()} - {threading.current_thread(), threading.main_thread()}
     return [thread.name for thread in others if thread not in _QUIET_THREADS and not _is_quiet(thread)]
 

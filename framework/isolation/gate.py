@@ -100,9 +100,12 @@ class Isolation:
         self._guardian = StateCopy(guardian_device, versions=True)
         self._saved_streams: StreamState | None = None
         self._derived_streams: StreamState | None = None
-        """The streams after the newest call of :meth:`_derive` in this visit, if other threads are running."""
+        """The streams after the newest call of :meth:`_derive_among_threads` in this visit."""
         self._derivations = 0
-        self._has_threads = self._holds_lock = False
+        self._has_threads = False
+        """Whether other threads of the script run during the visit."""
+        self._derive: Callable[[str, str, int], None] = self.streams.derive
+        self._holds_lock = False
         self._is_saved = self._holds_copies = self._is_recording = False
         self._has_commit = False
         self._modes: tuple[int, ...] = entered_modes()
@@ -136,7 +139,10 @@ class Isolation:
         """Save the run's random streams and take the baseline of every check."""
         VISITS.acquire()
         self._holds_lock = True
-        self._has_threads, self._derived_streams = bool(threads_of_script()), None
+        # Counted first, since nearly always this thread is the only one.
+        self._has_threads = threading.active_count() > 1 and bool(threads_of_script())
+        self._derive = self._derive_among_threads if self._has_threads else self.streams.derive
+        self._derived_streams = None
         self._saved_streams, self._derivations = self.streams.save(), self.streams.derivations
         self._is_saved = self._has_commit = False
         self._unchecked_calls, self._unfinished_calls, self._calls_sharing_bytes = [], [], []
@@ -167,31 +173,24 @@ class Isolation:
                 NODE_HOOKS.stop()
             try:
                 if saved is not None:
-                    self._restore_streams(saved)
+                    is_derived = self.streams.derivations != self._derivations
+                    if self._has_threads and is_derived:
+                        self.streams.report_threads(self._derived_streams)
+                    if is_derived or not self._has_threads:  # otherwise only other threads can have drawn
+                        saved.restore()
             finally:
                 if self._holds_lock:
                     self._holds_lock = False
                     VISITS.release()
 
-    def _derive(self, call: Call) -> None:
-        """Start the random stream of a call; the run's streams include what other threads have drawn until here."""
-        if not self._has_threads:
-            self.streams.derive(call.name, call.where, call.step)
-            return
+    def _derive_among_threads(self, name: str, where: str, step: int) -> None:
+        """Derive a stream; the run's streams include what other threads have drawn until here."""
         if self._derived_streams is not None:
             self.streams.report_threads(self._derived_streams)
         elif self.streams.derivations == self._derivations:
             self._saved_streams = self.streams.save()
-        self.streams.derive(call.name, call.where, call.step)
+        self.streams.derive(name, where, step)
         self._derived_streams = self.streams.save()
-
-    def _restore_streams(self, saved: StreamState) -> None:
-        """Restore the run's streams; without a derived stream, only other threads can have drawn from them."""
-        is_derived = self.streams.derivations != self._derivations
-        if self._has_threads and is_derived:
-            self.streams.report_threads(self._derived_streams)
-        if is_derived or not self._has_threads:
-            saved.restore()
 
     def rebase(self) -> None:
         """Make the current state the baseline: after a commit, or after a rollback moved tensor versions.
@@ -259,7 +258,7 @@ class Isolation:
         is_full = self._prepare_check(call, self._tripwire)
         shares_quick_check = shares and not is_full and call[:2] not in self._rewriting_calls
         if call.draws:
-            self._derive(call)
+            self._derive(call.name, call.where, call.step)
         if self._has_settings:
             function = _with_settings_of(call, function)
         # torch.no_grad() as a context manager would cost each observer 1.5 µs.
@@ -381,7 +380,7 @@ class Isolation:
         if not mutates:
             self._prepare_check(call, self._tripwire)
         if call.draws:
-            self._derive(call)
+            self._derive(call.name, call.where, call.step)
         if self._has_settings:
             function = _with_settings_of(call, function)
         try:
