@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..combined_optimizers import separate_optimizers
 from ..data import RowNumbers, rows, with_copied_batches
-from ..errors import LoopscopeError, unknown
+from ..errors import LoopscopeError, StateMutationError, unknown
 from ..hooks import (
     EPOCH_END,
     STEP_POINTS,
@@ -124,12 +124,15 @@ class HookCalls:
                 else:
                     self._intervene(listener, listener.intervention, context)
             if due_listeners:
-                self._hooks.check_rest(due_listeners[0].hook, due_listeners[0].where)
+                try:
+                    isolation.finish_checks()
+                except StateMutationError as error:
+                    self._hooks.handle_mutation(error, due_listeners[0].hook.name, point.name, loop.step)
             if point not in STEP_POINTS:
                 self._delivery.deliver(point, loop.epoch, loop.step)
-                isolation.check_rest()
+                isolation.finish_checks()
             elif self._delivery.urgent.are_waiting and self._delivery.deliver_urgent(loop.epoch):
-                isolation.check_rest()
+                isolation.finish_checks()
             if self._task.ranks.shards or point not in STEP_POINTS:  # on shards, nearly every hook runs collectives
                 self._hooks.synchronise_failures()
         finally:

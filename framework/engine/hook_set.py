@@ -122,7 +122,7 @@ class HookSet:
         except StateMutationError as error:
             if str(error).startswith(f"Hook {hook.name!r} at {where} "):  # otherwise earlier calls are named
                 error.args = (" ".join(filter(None, [str(error), advice_on_mutation(hook, where, error)])),)
-            self._handle_mutation(error, hook.name, where, step, collective=collective)
+            self.handle_mutation(error, hook.name, where, step, collective=collective)
             return None
         except (KeyboardInterrupt, RankLostError):
             raise
@@ -138,7 +138,7 @@ class HookSet:
             return None
         return result
 
-    def _handle_mutation(
+    def handle_mutation(
         self, error: StateMutationError, name: str, where: str, step: int, *, collective: bool = False
     ) -> None:
         """End the run now, or after the step if other ranks may wait in a collective operation."""
@@ -148,13 +148,6 @@ class HookSet:
             raise error
         self.failures.pending = error
         self.isolation.rebase()
-
-    def check_rest(self, hook: TrainingHook, where: str) -> None:
-        """Make the checks that the calls at a hook point share; ``hook`` is one of the called hooks."""
-        try:
-            self.isolation.check_rest()
-        except StateMutationError as error:
-            self._handle_mutation(error, hook.name, where, self._state.loop.step)
 
     def _query(self, hook: TrainingHook, where: str, function: Callable[[], Result]) -> Result | None:
         """Query a hook's metadata or state, isolated but neither profiled nor offloaded."""

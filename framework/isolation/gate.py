@@ -165,7 +165,7 @@ class Isolation:
             self._guardian.release()
         try:
             if self._unchecked_calls or self._unfinished_calls or self._calls_sharing_bytes:
-                self.check_rest()
+                self.finish_checks()
         finally:
             self._tripwire.release()
             if self._is_recording:
@@ -207,10 +207,11 @@ class Isolation:
     def check(self, call: Call, *, shares_bytes: bool = False) -> None:
         """Raise :class:`StateMutationError` if the state visibly differs from the baseline.
 
-        A call that ``shares_bytes`` leaves the comparison of bytes to :meth:`check_rest`.
+        A call that ``shares_bytes`` leaves the comparison of bytes to :meth:`finish_checks`.
         """
         self._check_quickly(call, [call])
-        self._extend_quick_checks()
+        calls, self._unfinished_calls = self._unfinished_calls, []
+        self._tripwire.check_rest(AnyOf(calls))
         if self._tripwire.rewritten:  # also by tensors that moved to other memory
             self._rewriting_calls.add(call[:2])
         if self._audit.enabled:
@@ -221,25 +222,20 @@ class Isolation:
         else:
             self._tripwire.check_bytes(call)
 
-    def check_rest(self) -> None:
+    def finish_checks(self) -> None:
         """Make the checks of the calls that share them; an error names all of these calls."""
         if self._unchecked_calls:
             self._check_shared_quickly()
         if self._unfinished_calls:
-            self._extend_quick_checks()
+            calls, self._unfinished_calls = self._unfinished_calls, []
+            self._tripwire.check_rest(AnyOf(calls))
         if self._calls_sharing_bytes:
             calls, self._calls_sharing_bytes = self._calls_sharing_bytes, []
             self._tripwire.check_bytes(AnyOf(calls))
 
     def _check_shared_quickly(self) -> None:
-        if self._unchecked_calls:
-            calls, self._unchecked_calls = self._unchecked_calls, []
-            self._check_quickly(AnyOf(calls), calls)
-
-    def _extend_quick_checks(self) -> None:
-        if self._unfinished_calls:
-            calls, self._unfinished_calls = self._unfinished_calls, []
-            self._tripwire.check_rest(AnyOf(calls))
+        calls, self._unchecked_calls = self._unchecked_calls, []
+        self._check_quickly(AnyOf(calls), calls)
 
     def observe(self, call: Call, function: Callable[[], Result]) -> Result:
         """Run ``function`` on the call's random stream, without gradient tracking, and check the state.
@@ -253,7 +249,7 @@ class Isolation:
         grad_mode = torch.is_grad_enabled()
         if not shares and (self._calls_sharing_bytes or self._unchecked_calls):
             torch._C._set_grad_enabled(self._grad_mode)  # the call around a nested one is without gradients
-            self.check_rest()
+            self.finish_checks()
             torch._C._set_grad_enabled(grad_mode)
         is_full = self._prepare_check(call, self._tripwire)
         shares_quick_check = shares and not is_full and call[:2] not in self._rewriting_calls
@@ -351,7 +347,8 @@ class Isolation:
         # seen & (seen - 1) is 0 exactly for powers of two
         is_full = seen <= CALLS_CHECKED_ALONE or not seen & (seen - 1) or self._audit.enabled
         if is_full or key in self._rewriting_calls:
-            self._check_shared_quickly()  # first, since bytes that these calls changed must not be recorded
+            if self._unchecked_calls:  # first, since bytes that these calls changed must not be recorded
+                self._check_shared_quickly()
             tripwire.record_bytes()
         return is_full
 
@@ -368,7 +365,7 @@ class Isolation:
 
     def intervene(self, call: Call, function: Callable[[], Result], *, mutates: bool) -> Result:
         """Run ``function`` on the call's random stream and roll back all its changes of the training state."""
-        self.check_rest()
+        self.finish_checks()
         if self._has_commit:
             self.rebase()
         # One state copy serves all interventions of a visit, since each is rolled back; a commit invalidates it.
@@ -423,7 +420,7 @@ class Isolation:
         try:
             self.start_visit()
             yield
-            self.check_rest()
+            self.finish_checks()
         finally:
             self.end_visit()
 

@@ -143,8 +143,15 @@ class Tripwire:
         """Make a quick sweep; raise :class:`StateMutationError`, which names ``culprit`` and the changes."""
         try:
             quick, self._swept = self._sweep()
-            self.rewritten = False
-            if self._quick_is_same(quick):
+            previous, watch, self.rewritten = self._quick, self.watch, False
+            try:
+                # Nearly always all objects are the same and no tensor was written to, which a few C calls show.
+                has_same_tensors = addresses(quick[0]) == watch.tensor_addresses
+                has_same_tables = has_same_tensors and addresses(quick[1]) == watch.other_addresses
+                is_same = has_same_tables and quick[2:] == previous[2:]
+            except Exception:  # the comparison of two different tensors may raise
+                is_same = False
+            if is_same or (quick[-1] == previous[-1] and all(map(same_values, previous[:-1], quick[:-1]))):
                 return
             self.rewritten = self._holds_equal_bytes(quick)
             changes = [] if self.rewritten else self._changes(quick) or ["the set of tensors"]
@@ -153,16 +160,6 @@ class Tripwire:
         if changes:
             raise mutation_error(culprit, changes)
         self._quick = quick
-
-    def _quick_is_same(self, now: Sweep) -> bool:
-        """Return whether a quick sweep read the same objects or equal values, and no tensor was written to."""
-        try:
-            has_same_tensors = addresses(now[0]) == self.watch.tensor_addresses
-            if has_same_tensors and addresses(now[1]) == self.watch.other_addresses and now[2:] == self._quick[2:]:
-                return True
-        except Exception:  # the comparison of two different tensors may raise
-            pass
-        return all(map(same_values, self._quick[:-1], now[:-1])) and self._quick[-1] == now[-1]
 
     def check_rest(self, culprit: object) -> None:
         """Extend the latest quick sweep to a complete one; raise :class:`StateMutationError` for changes."""
