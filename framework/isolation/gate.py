@@ -13,12 +13,12 @@ from torch import nn
 from ..errors import StateMutationError, library_warnings_ignored
 from ..preserved_streams import threads_of_script
 from ..state import (
+    DEFAULT_SETTINGS,
     MODE_COUNTERS,
     NODE_HOOKS,
     StreamState,
     TrainingState,
     entered_modes,
-    has_settings,
     leave_modes,
     neutral_settings,
     script_settings,
@@ -147,7 +147,7 @@ class Isolation:
         self._is_saved = self._has_commit = False
         self._unchecked_calls, self._unfinished_calls, self._calls_sharing_bytes = [], [], []
         self._modes, self._grad_mode = (*map(operator.call, MODE_COUNTERS),), torch.is_grad_enabled()
-        self._has_settings = has_settings()
+        self._has_settings = [*map(operator.call, DEFAULT_SETTINGS)] != [*DEFAULT_SETTINGS.values()]
         if not self._is_recording:
             self._is_recording = True
             NODE_HOOKS.start()
@@ -304,7 +304,7 @@ class Isolation:
             with self.streams.preserved() if call.draws else nullcontext():
                 if call.draws:
                     self.streams.derive(call.name, call.where, call.step)
-                if has_settings():
+                if [*map(operator.call, DEFAULT_SETTINGS)] != [*DEFAULT_SETTINGS.values()]:
                     function = _with_settings_of(call, function)
                 try:
                     return with_callbacks(function)

@@ -92,6 +92,21 @@ def test_default_device_is_cpu_after_restore():
     assert torch.get_default_device() == torch.device("cpu")
 
 
+@pytest.mark.parametrize("device", [None, "cpu", "meta"])
+def test_readers_give_default_device_at_refresh(device):
+    """The readers give the settings with which they were refreshed, also after another default device was set."""
+    flags = GlobalFlags()
+    original = flags.read_all()
+    torch.set_default_device(device)
+    flags.refresh()
+    quick, at_refresh = flags.read(), flags.values_of([reader() for reader in flags.readers])
+    torch.set_default_device("cpu")
+    changes = flags.differences(at_refresh)
+    flags.restore(original)
+    assert at_refresh == quick
+    assert {"default device", "function modes"} <= {*changes}
+
+
 def test_left_dispatch_mode_clears_variables_of_torch():
     flags = GlobalFlags()
     original = flags.read_all()
