@@ -21,7 +21,7 @@ from ..state import Part, TrainingState, arrays_of, described_tensor, hook_conte
 from ..tensors import PLAIN, addresses, is_shared_memory, local_shards
 from .guardian import Objects
 from .recorded_bytes import NO_BYTES, RecordedBytes, RecordedEntries
-from .watch_list import WatchList, same_values, step_tensors
+from .watch_list import WatchList, contents_of_batch, same_values, step_tensors
 
 # Autograd counts in-place writes, to reject stale saved tensors; only this private attribute gives the count.
 # map() with attrgetter is the fastest reader: 9 µs for 150 tensors, and as long again for their pointers.
@@ -185,7 +185,7 @@ class Tripwire:
         watch = self.watch
         pairs = (
             *zip(watch.getter_parts, self._readings(self._rest[2]), strict=False),
-            *zip(watch.value_parts, self._rest[3:], strict=False),
+            *zip(watch.value_parts, self._rest[4:], strict=False),
             *zip(watch.tensor_parts, self._quick[2:], strict=False),
         )
         steps: list[Callable[[], object]] = [partial(part.restore, value) for part, value in pairs if part.restore]
@@ -219,7 +219,9 @@ class Tripwire:
             readings = (*map(call, chain.from_iterable(watch.getters)),)
         except Exception:  # a setting cannot be read while it contradicts another
             readings = tuple([_reading(getter) for getter in chain.from_iterable(watch.getters)])
-        values = (watch.read_spaces(), readings, *map(tuple, map(call, watch.value_readers)))
+        batch = self._state.loop.batch
+        contents = () if type(batch) is Tensor else contents_of_batch(batch)
+        values = (watch.read_spaces(), readings, contents, *map(tuple, map(call, watch.value_readers)))
         attribute_tensors = watch.tensors_of(attributes)
         if not attribute_tensors:
             return (attributes, *values, (), _column(watch.read_pointer, tensors))
@@ -258,8 +260,10 @@ class Tripwire:
             changes.append(watch.attribute(previous[0], now[0], self._state.names()))
         if place := watch.place_in_spaces(previous[1], now[1]):
             changes.append(place)
+        if not same_values(previous[3], now[3]):
+            changes.append("the contents of the batch")
         readings = zip(watch.getter_parts, self._readings(previous[2]), self._readings(now[2]), strict=True)
-        values = zip(watch.value_parts, previous[3:], now[3:], strict=False)
+        values = zip(watch.value_parts, previous[4:], now[4:], strict=False)
         for part, old, new in chain(readings, values):
             if not same_values(old, new):
                 changes += part.differences(old) if part.differences is not None else [part.label]

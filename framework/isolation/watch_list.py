@@ -14,6 +14,7 @@ from ..state import (
     TrainingState,
     Transient,
     Watched,
+    batch_contents,
     contents_of,
     has_contents,
     keys_of,
@@ -300,6 +301,19 @@ def step_tensors(values: Iterable[Any]) -> tuple[Tensor, ...]:
         elif not isinstance(value, Transient):
             tensors += tensors_of(value)
     return tuple(tensors)
+
+
+def contents_of_batch(batch: Any) -> tuple[Any, ...]:
+    """Return the contents of a batch apart from its tensors, which :func:`step_tensors` returns, and array elements.
+
+    Nearly every batch is a tuple, list or dict of plain tensors; only other batches are walked completely.
+    """
+    kind = type(batch)
+    if kind is tuple or kind is list:
+        return () if _PLAIN.issuperset(map(type, batch)) else batch_contents(batch)
+    if kind is dict and _PLAIN.issuperset(map(type, batch.values())):
+        return (*batch,)
+    return batch_contents(batch)
 
 
 def _holds_no_tensor(value: Any) -> bool:

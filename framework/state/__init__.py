@@ -2,7 +2,7 @@
 
 from .compiled_code import Traces, has_compiled_code, uncompiled
 from .containers import STORED_DICTS, dict_like, keys_of, values_of
-from .contents import contents_of, has_contents
+from .contents import batch_contents, contents_of, has_contents
 from .digest import described
 from .digest import digest as digest_of
 from .flags import MODE_COUNTERS, deterministic, entered_modes, explain_nondeterminism, leave_modes, settings
@@ -25,9 +25,9 @@ from .update_parts import optimizers_of
 __all__ = [
     "ATOMS", "DEFAULT_SETTINGS", "EXTRAS", "MODE_COUNTERS", "NODE_HOOKS", "STORED_DICTS", "FullSharding", "Generator",
     "InternalFunction", "InternalHook", "LoopState", "ModuleOrGroup", "Part", "RandomStreams", "StreamState",
-    "Structure", "Traces", "TrainingState", "Transient", "Watched", "arrays_of", "betas_of", "contents_of",
-    "copy_of_batch", "described", "described_tensor", "deterministic", "dict_like", "differing", "digest_of",
-    "entered_modes", "explain_nondeterminism", "generators_of", "has_compiled_code", "has_contents",
+    "Structure", "Traces", "TrainingState", "Transient", "Watched", "arrays_of", "batch_contents", "betas_of",
+    "contents_of", "copy_of_batch", "described", "described_tensor", "deterministic", "dict_like", "differing",
+    "digest_of", "entered_modes", "explain_nondeterminism", "generators_of", "has_compiled_code", "has_contents",
     "hook_contents", "keys_of", "learning_rate_of", "leave_modes", "nested", "neutral_settings", "number_or",
     "optimizers_of", "read_generator", "rounds_stochastically", "script_settings", "seed_everything",
     "seed_generator", "settings", "short_name", "split_groups", "tensors_of", "trained_by", "uncompiled",

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from .containers import CONTAINERS, MUTABLE_CONTAINERS, keys_of, values_of
 from .objects import ATOMS, attributes_of, kind_of
 
-_TENSORS = frozenset({Tensor, nn.Parameter})
-_CLOSED = ATOMS | _TENSORS
+_CLOSED = ATOMS | {Tensor, nn.Parameter}
 MAX_DEPTH = 8
 """Depth of nested containers that are read."""
 
@@ -27,23 +26,8 @@ def contents_of(value: Any, depth: int = 0) -> Any:
     return items, kinds, [contents_of(item, depth + 1) for item in items if has_contents(kind_of(item))]
 
 
-def contents_of_batch(fields: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the contents of the loop's batch apart from its tensors and the elements of its arrays.
-
-    Nearly every batch is a tensor, or a tuple, list or dict of tensors, which are compared as tensors.
-    """
-    batch = fields["batch"]
-    kind = type(batch)
-    if kind is Tensor:
-        return ()
-    if kind is tuple or kind is list:
-        return () if _TENSORS.issuperset(map(type, batch)) else _contents_of_part(batch, 0)
-    if kind is dict and _TENSORS.issuperset(map(type, batch.values())):
-        return (*batch,)
-    return _contents_of_part(batch, 0)
-
-
-def _contents_of_part(value: Any, depth: int) -> tuple[Any, ...]:
+def batch_contents(value: Any, depth: int = 0) -> tuple[Any, ...]:
+    """Return the contents of a batch, or of a part of it, apart from its tensors and the elements of its arrays."""
     if isinstance(value, CONTAINERS):
         items = (*(keys_of(value) if isinstance(value, dict) else ()), *values_of(value))
     else:
@@ -52,7 +36,7 @@ def _contents_of_part(value: Any, depth: int) -> tuple[Any, ...]:
     kinds = (*map(type, items),)
     if depth == MAX_DEPTH or _CLOSED.issuperset(kinds):
         return items, kinds
-    return items, kinds, [_contents_of_part(item, depth + 1) for item in items if type(item) not in _CLOSED]
+    return items, kinds, [batch_contents(item, depth + 1) for item in items if type(item) not in _CLOSED]
 
 
 @cache

