@@ -159,10 +159,14 @@ class RequiresGrad(TensorPart):
         """Compare the flags of all parameters, with class, dtype, layout and lazy bits, also of buffers."""
         properties = TensorProperties([*state.modules.parameters(), *state.modules.buffers()])
 
-        def differences(previous: Any) -> list[str]:
-            return properties.differences(names_of_tensors(state), previous)
+        def differences(_: Any) -> list[str]:
+            return properties.differences(names_of_tensors(state))
 
-        return Watched(read_values=properties.read, differences=differences, restore=properties.restore)
+        def restore(_: Any) -> None:
+            properties.restore()
+
+        readers, refresh = properties.readers, properties.refresh
+        return Watched(getters=readers, key=readers, refresh=refresh, differences=differences, restore=restore)
 
 
 def names_of_tensors(state: StateObjects) -> dict[int, str]:

@@ -193,7 +193,8 @@ class Watched(NamedTuple):
         getters: functions that return one such value each; one that raises counts as ``None``.
         key: functions that return one value each, on which ``containers`` and ``getters`` depend; called at the start
             of a visit.
-        refresh: called if a value of ``key`` has changed; returns whether ``containers`` are still complete.
+        refresh: called if a value of ``key`` has changed; returns whether ``containers`` are still complete. It may
+            replace the functions in the lists ``getters`` and ``key``.
         label: names the difference if one of the values differs.
         differences: names the differences more precisely, given the earlier results of ``getters`` or ``read_values``.
         restore: restores the earlier results of ``getters``, ``read_values`` or ``read_tensors``, if that costs little.

@@ -226,3 +226,17 @@ def test_parameter_that_leaves_shared_memory_is_seen():
     run = real()
     to_a_vector(run)
     assert "parameters/0.weight" in observe(run, EQUAL["clone"], 2)
+
+
+def test_script_may_freeze_parameters_between_visits():
+    """As a GAN does in every step: no hook is blamed, and the watch list is not built again, which takes longer."""
+    run = real()
+    isolation, watch_lists = Isolation(run.state), set()
+    for step in range(1, 9):
+        run.parameter.requires_grad_(step % 2 == 0)
+        with isolation.visit():
+            isolation.observe(Call("spy", "POST_STEP", step), lambda: None)
+        watch_lists.add(isolation._tripwire.watch)
+    assert len(watch_lists) == 1
+    with pytest.raises(StateMutationError, match="its requires_grad"), isolation.visit():
+        isolation.observe(Call("spy", "POST_STEP", 9), lambda: run.parameter.requires_grad_(False))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from loopscope.tensors import TensorIdentities, guards
+from loopscope.tensors import TensorIdentities, TensorProperties, guards
 from torch import Tensor, nn
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
@@ -50,3 +50,18 @@ def test_unreliable_guard_is_not_used(answer: bool | Exception, monkeypatch: pyt
 
     monkeypatch.setattr(guards, "guard_of", lambda tensors: check)
     assert not guards.detects_changes()
+
+
+def test_properties_are_compared_without_their_guard() -> None:
+    """In inference mode the guard fails although nothing has changed; a later change is still detected and named."""
+    weight = nn.Parameter(torch.zeros(2, 3))
+    properties, names = TensorProperties([weight]), {id(weight): "weight"}
+    before = properties.readers[0]()
+    with torch.inference_mode():
+        in_inference_mode = properties.readers[0]()
+        assert in_inference_mode != before
+        assert properties.differences(names) == []
+        unchanged = properties.readers[0]()
+        weight.requires_grad_(False)
+        assert properties.readers[0]() not in (before, in_inference_mode, unchanged)
+    assert properties.differences(names) == ["weight (its requires_grad)"]
