@@ -4,7 +4,6 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import date
 from importlib import import_module
 from pathlib import Path
 
@@ -75,11 +74,6 @@ are enabled only by name. A *committing* hook changes the run, which is then rec
 that the loop computes or keeps only for hooks; a hook's page explains them, and lists its assumptions about the model.
 *Cost* is the additional time of an epoch in [one run](../benchmarks.md#each-hook) of the quick preset, a small model on
 a CPU; a dash stands for a hook that was not measured."""
-
-
-def today() -> str:
-    """Return the date, as in 1 January 2026."""
-    return f"{date.today().day} {date.today():%B %Y}"
 
 
 def shipped_hooks() -> list[type[TrainingHook]]:

@@ -21,7 +21,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from docs import generate
-from docs.generate import shipped_hooks, table, today
+from docs.dates import today
+from docs.generate import shipped_hooks, table
 
 DATA = generate.DATA / "real-models.txt"
 VOCABULARY, LENGTH, ROWS, BATCH, EPOCHS = 17, 6, 8, 4, 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from docs.generate import today
+from docs.dates import today
 from tests.benchmarks.rows import Shown
 
 SIDE_BY_SIDE = """\

@@ -6,11 +6,11 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from pathlib import Path
 
 import torch
 
+from docs.dates import today
 from tests.trainer_matrix.outcome import Outcome, outcome
 from tests.trainer_matrix.table import ROWS
 
@@ -39,9 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     write(f"\n{summary(outcomes)}\n")
     if chosen.write:
         table = HEAD + "".join(map(line, outcomes))
-        today = import_module("docs.generate").today()  # needs the packages of the site
-        DATA.write_text(f"Trained on {today}.\n\n{summary(outcomes)}\n\n{table}", encoding="utf-8")
-        import_module("docs.long_pages").write()
+        DATA.write_text(f"Trained on {today()}.\n\n{summary(outcomes)}\n\n{table}", encoding="utf-8")
+        write("`make docs` renews the summary of the page, by the packages of the site.\n")
     return int(not all(result.is_accepted for result in outcomes))
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from docs.generate import today
+from docs.dates import today
 from tests.zoo.outcome import Outcome
 from tests.zoo.table import HEAD, line, summary
 
