@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any, Protocol
 
@@ -63,30 +63,41 @@ class Closure:
         return self._loop.evaluate_closure(self._function)
 
 
-class RunningStep:
-    """The depth of nested calls of one optimizer's ``step``, of which only the outermost is a step of the loop.
+class RunningStep(Transient):
+    """The calls of one optimizer's ``step``, of which only the outermost is a step of the loop.
 
     torch wraps ``step`` in the class of every optimizer that is created. If a subclass calls ``super().step()``, and an
     optimizer of the base class exists, too, step hooks are called within its own step for a second time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loop: "CustomLoop", index: int, hook_calls: HookCallSwitch) -> None:
+        """Report the steps of the optimizer with this ``index`` to the ``loop``, except those of hooks."""
+        self._loop, self._index, self._hook_calls = loop, index, hook_calls
         self._depth = 0
         self._frame: FrameType | None = None
 
-    def enter(self, frame: FrameType) -> bool:
-        """Note the start of a call, by the ``frame`` of torch's wrapper, and return whether it is the outermost."""
+    # Registered as bound methods of a transient object, which are not watched; those of partial functions would be.
+
+    @uncompiled  # in a compiled optimizer.step() and in a compiled step
+    def enter(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Note the start of a call, and report it if it is the outermost; a hook before the step."""
+        if self._hook_calls.is_on:
+            return
+        frame = sys._getframe(1)  # that of torch's wrapper
         self._depth = self._depth + 1 if self._depth and self._is_running(frame) else 1  # an earlier one has raised
         if self._depth == 1:
             self._frame = frame
-        return self._depth == 1
+            self._loop.before_update(self._index, optimizer, inputs, options)
 
-    def leave(self) -> bool:
-        """Note the end of a call, and return whether it is the outermost."""
+    @uncompiled
+    def leave(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Note the end of a call, and report it if it is the outermost; a hook after the step."""
+        if self._hook_calls.is_on:
+            return
         self._depth = max(0, self._depth - 1)
         if not self._depth:
             self._frame = None
-        return not self._depth
+            self._loop.after_update(self._index)
 
     def _is_running(self, frame: FrameType | None) -> bool:
         while frame is not None and frame is not self._frame:
@@ -139,17 +150,14 @@ class CustomLoop(Transient):
         self._driver.can_cancel_steps = True
         self._warned: set[str] = set()
         self._stepped: set[int] = set()  # the positions of the optimizers that have made this step
-        self._running = [RunningStep() for _ in self._optimizers]
         self._others = OtherOptimizers(
             self._driver.task.model, self._optimizers, self._hook_calls, self._report_other_optimizer
         )
+        steps = [RunningStep(self, index, self._hook_calls) for index, _ in enumerate(self._optimizers)]
         self._handles = [
             handle
-            for index, optimizer in enumerate(self._optimizers)
-            for handle in (
-                optimizer.register_step_pre_hook(partial(self._before_update, index)),
-                optimizer.register_step_post_hook(partial(self._after_update, index)),
-            )
+            for optimizer, step in zip(self._optimizers, steps, strict=True)
+            for handle in (optimizer.register_step_pre_hook(step.enter), optimizer.register_step_post_hook(step.leave))
         ]
 
     def micro_batch(self, batch: Batch, steps: int | None, *others: Batch) -> None:
@@ -541,15 +549,12 @@ class CustomLoop(Transient):
                 "as in an evaluation; call model.train() before the training, and after each evaluation.",
             )
 
-    @uncompiled  # in a compiled optimizer.step() and in a compiled step
-    def _before_update(
-        self, index: int, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]
-    ) -> None:
-        if self._hook_calls.is_on or self._attached.is_closed or (self._scaler is not None and _is_skipped(optimizer)):
+    def before_update(self, index: int, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Note the start of an optimizer's step, and report that of an update, with unscaled gradients."""
+        if self._attached.is_closed or (self._scaler is not None and _is_skipped(optimizer)):
             return
-        if not self._running[index].enter(sys._getframe(1)):
-            return
-        self._left_mode.at_update()
+        if self._left_mode.is_watching:
+            self._left_mode.at_update()
         if self._is_in_backward:
             self._stepped_in_backward = True
             self._warn_once(
@@ -578,22 +583,14 @@ class CustomLoop(Transient):
             self._begin_bare_step()
         self._is_updating = self._is_complete or self._is_bare
         if self._is_updating:
-            self._begin_update(optimizer)
-
-    def _begin_update(self, optimizer: Optimizer) -> None:
-        """Report the start of an update, with unscaled gradients."""
-        if self._scaler is None or vars(optimizer).get("grad_scale") is None:
-            with self._hook_calls:
-                self._driver.before_update()
-        else:
-            unscaled = unscaled_gradients(self._driver.task, scales_back=self._attached.keeps_gradients)
+            scales = self._scaler is not None and vars(optimizer).get("grad_scale") is not None
+            task, attached = self._driver.task, self._attached
+            unscaled = unscaled_gradients(task, scales_back=attached.keeps_gradients) if scales else nullcontext()
             with self._hook_calls, unscaled:
                 self._driver.before_update()
 
-    @uncompiled
-    def _after_update(self, index: int, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if self._hook_calls.is_on or not self._running[index].leave():
-            return
+    def after_update(self, index: int) -> None:
+        """Note the end of an optimizer's step, and end the step of the loop with that of its last optimizer."""
         if self._is_updating:
             if self._is_in_closure_step:
                 self._driver.record_learning_rate()

@@ -53,14 +53,14 @@ class LeftMode:
 
     def __init__(self, model: nn.Module, hook_calls: Switch, report: Callable[[], None]) -> None:
         self._model, self._hook_calls, self._report = model, hook_calls, report
-        self._is_eval = False
+        self.is_watching = self._is_eval = False
 
     def watch(self) -> None:
         """Start to watch, with no known call; a second call does nothing."""
         with VISITS:
-            if self in self._watching:
+            if self.is_watching:
                 return
-            self._is_eval = False
+            self.is_watching, self._is_eval = True, False
             if not self._watching:
                 LeftMode._train = nn.Module.train
                 nn.Module.train = _noted_train  # type: ignore[method-assign, assignment]
@@ -72,16 +72,16 @@ class LeftMode:
             self._is_eval = not train
 
     def at_update(self) -> None:
-        """Stop, and report if the last call has set eval mode."""
-        if self._watching and self in self._watching:
-            self.stop()
-            if self._is_eval:
-                self._report()
+        """Stop, and report if the last call has set eval mode; called at an update while this watches."""
+        self.stop()
+        if self._is_eval:
+            self._report()
 
     def stop(self) -> None:
         """Stop watching; further calls do nothing."""
         with VISITS:
-            if self in self._watching:
+            if self.is_watching:
+                self.is_watching = False
                 self._watching.remove(self)
                 if not self._watching and nn.Module.train is _noted_train:
                     nn.Module.train = LeftMode._train  # type: ignore[method-assign, assignment]
