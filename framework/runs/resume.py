@@ -1,12 +1,12 @@
 """Resuming a run from its newest intact checkpoint, after checking that the checkpoint belongs to this run."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, newest_intact, read_content
+from ..checkpoints import MANIFEST, Checkpoint, RunState, newest_intact, read_content
 from ..data import data_changed
 from ..engine import HookManager
 from ..errors import (
@@ -22,22 +22,11 @@ from ..errors import (
 from ..option_words import option_text
 from ..state import LoopState
 from .file_manifest import refuse_damage
-from .records import FailedHook, RunRecord, checked_fields, differences
+from .records import RunRecord, differences
 from .run_folder import RunFolder
 
 MAY_DIFFER = {"output_dir"}
 """Options of an experiment that do not affect the numbers of a run."""
-
-
-MANIFEST_TYPES = {
-    "epoch": int,
-    "step": int,
-    "initial": Mapping[str, Any],
-    "sinks": Mapping[str, Mapping[str, Any] | None],
-}
-"""Types of the entries in a checkpoint's manifest that a resume reads in addition to the :class:`RunRecord`."""
-HOOK_TYPES = {"samples": Mapping[str, Mapping[str, int]], "errors": Sequence[FailedHook], "left_out": Mapping[str, str]}
-"""Types of the entries of a checkpoint, apart from its state, that are checked before anything is restored."""
 
 
 def find_checkpoint(folder: RunFolder, expected: RunRecord) -> Checkpoint | None:
@@ -75,26 +64,9 @@ class ResumedRun:
         return positions
 
     def restore(self, manager: HookManager) -> None:
-        """Restore a newly built run.
-
-        Digests detect damaged bytes; the checks here detect content that no run has written.
-
-        Raises:
-            UsageError: for a checkpoint with missing, invalid or contradictory entries.
-        """
+        """Restore a newly built run; raises :class:`UsageError` if the checkpoint does not fit it."""
         checkpoint = self.checkpoint
-        checked_fields(checkpoint.manifest, MANIFEST_TYPES, checkpoint.folder / MANIFEST)
-        path, content = checkpoint.folder / STATE, read_content(checkpoint, manager.state.model, manager.task.ranks)
-        stored = {name: of for name, of in get_type_hints(LoopState).items() if name in manager.state.loop.state_dict()}
-        checked_fields(content, {"state": Mapping[str, Any], **HOOK_TYPES}, path)
-        loop = content["state"].get("loop")
-        # An evaluation may return numbers of any type.
-        checked_fields(loop if isinstance(loop, Mapping) else {}, stored | {"evaluation": dict}, path)
-        for name, dimensions in {"running_loss": 0, "step_series": 2}.items():
-            if loop[name] is not None and loop[name].ndim != dimensions:
-                raise UsageError(f"{path} cannot be used: its field {name!r} must have {dimensions} dimensions.")
-        if (loop["epoch"], loop["step"]) != (checkpoint.manifest["epoch"], checkpoint.manifest["step"]):
-            raise UsageError(f"{path} cannot be used: its epoch and step are not those in {MANIFEST}.")
+        content = read_content(checkpoint, manager.state.model, manager.task.ranks)
         RunState(manager).restore(content, checkpoint.folder)
 
 

@@ -8,7 +8,7 @@ from operator import attrgetter, call
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..tensors import TensorProperties, addresses
@@ -411,13 +411,6 @@ def attribute_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
     }
 
 
-def _same_kind(stored: Any, form: Any) -> bool:
-    """Return whether two plain forms are of the same kind, regardless of their contents."""
-    return type(stored) is type(form) and (
-        not isinstance(form, dict) or "again" in stored or stored.keys() == form.keys()
-    )
-
-
 class Modules(Part):
     """The attributes of modules other than tensors, modules and hooks."""
 
@@ -487,17 +480,10 @@ class Modules(Part):
             forms.restore_attributes(vars(module), tables[name], [*module_attributes(module)])
 
     def misfit(self, state: StateObjects, stored: Mapping[str, Any]) -> str:
-        """Compare the names of the modules, and the kinds of the attributes that every module has."""
+        """Compare the names of the modules."""
         names = {name for name, _ in state.modules.named_modules()}
         differing_names = names ^ {name.rpartition(".")[0] for name in stored}
-        forms = plain_forms(state).forms_of(module_attributes(nn.Module()))
-        missing = [
-            f"{name}.{key}"
-            for name, module in state.modules.named_modules()
-            for key, form in forms.items()
-            if key in vars(module) and not _same_kind(stored.get(f"{name}.{key}"), form)
-        ]
-        return _describe_misfits("modules", sorted(differing_names or missing))
+        return _describe_misfits("modules", sorted(differing_names))
 
 
 class TensorAttributes(Part):

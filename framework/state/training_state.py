@@ -35,7 +35,7 @@ from .random_streams import StreamState, from_plain, plain
 from .sharding import FullSharding
 from .short_names import short_name
 from .structure import Structure
-from .update_parts import UPDATE_PARTS, extra_attributes, numbers_missing, optimizers_of
+from .update_parts import UPDATE_PARTS, extra_attributes, optimizers_of
 
 Item = TypeVar("Item")
 MAX_NAMED_DEPTH = 4
@@ -151,10 +151,6 @@ class Scaler(Part):
         """Load its state dict."""
         if state.scaler is not None:
             state.scaler.load_state_dict(dict(stored))
-
-    def misfit(self, state: StateObjects, stored: Mapping[str, Any]) -> str:
-        """Compare the numbers of the state dict."""
-        return numbers_missing("scaler", self.store(state), stored)
 
 
 class Extras(Part):

@@ -154,29 +154,6 @@ def _is_plain_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) in ATOMS or isinstance(item, Tensor) for item in value)
 
 
-def numbers_missing(name: str, now: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
-    """Return which number in ``now`` is not stored as a number, as an error message; empty if all are."""
-    numbers = [key for key, value in now.items() if isinstance(value, (int, float))]
-    misfits = [key for key in numbers if not _is_number(stored.get(key))]
-    return f"does not fit this run: {misfits[0]} of the {name} is not a number" if misfits else ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def _misfit_of_fused(state: StateObjects, stored: Mapping[str, Any]) -> str:
-    # torch's fused kernels do not compare sizes of moments and parameters: they write past the end of small moments.
-    parameters = dict(zip(_names_of(state), trained_by(state.optimizer), strict=True))
-    fused = [name for group in stored["param_groups"] if group.get("fused") for name in group["params"]]
-    for parameter in fused:
-        for name, value in stored["state"].get(parameter, {}).items():
-            shape = () if name == "step" else parameters[parameter].shape
-            if not isinstance(value, Tensor) or value.shape != shape:
-                return f"does not fit this run: the optimizer's {name} of {parameter} has the wrong shape"
-    return ""
-
-
 class OptimizerPart(Part):
     """The optimizer's groups and its state of every parameter; empty for an object that is no torch optimizer."""
 
@@ -248,13 +225,13 @@ class OptimizerPart(Part):
             optimizer.load_state_dict({**stored, "state": by_number, "param_groups": groups})
 
     def misfit(self, state: StateObjects, stored: Mapping[str, Any]) -> str:
-        """Compare the parameters of the groups, and the shapes that fused kernels do not check."""
+        """Compare the parameters of the groups."""
         if not stored:  # a wrapper around optimizers, whose states are attributes
             return ""
         present = [sorted(group["params"]) for group in _optimizer_state(state)["param_groups"]]
         if present != [sorted(group["params"]) for group in stored["param_groups"]]:
             return "was written for another optimizer: the parameters of its groups differ"
-        return _misfit_of_fused(state, stored)
+        return ""
 
 
 class OptimizerAttributes(Part):
@@ -319,13 +296,13 @@ class SchedulerPart(Part):
         from_plain_forms(state).restore_attributes(space, stored, [*space])
 
     def misfit(self, state: StateObjects, stored: Mapping[str, Any]) -> str:
-        """Compare names, references to objects that are stored elsewhere, such as the optimizer, and numbers."""
+        """Compare names, and references to objects that are stored elsewhere, such as the optimizer."""
         now = self.store(state, state.streams.save())
         # Names are of objects stored elsewhere, such as the optimizer; numbers are of lists that two schedulers share.
         shared = [key for key, form in now.items() if isinstance(form, dict) and isinstance(form.get("again"), str)]
         if missing := [key for key in now if key not in stored or (key in shared and stored[key] != now[key])]:
             return f"does not fit this run: its scheduler lacks {missing[0]}"
-        return numbers_missing("scheduler", now, stored)
+        return ""
 
 
 class Hooks(Part):

@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,6 @@ from loopscope.training_hooks.averaging.weight_average import KINDS, average_nam
 
 from tests.framework.checkpoints.crash_runs import patiently
 from tests.framework.runs.small_experiment import Small, contents, registered
-from tests.framework.runs.test_resigned_checkpoints import MISSING, OF_MANIFEST, paths
-from tests.framework.runs.test_resigned_checkpoints import changed as other
 from tests.sinks.event_files import values
 
 pytestmark = pytest.mark.filterwarnings("always")  # the tests read the output of the commands
@@ -44,6 +42,8 @@ EVENTS = "tensorboard/events.out.tfevents.plain"
 ANNOUNCEMENTS = ["No active sink continues", "These hooks differ from those"]
 """Messages of a resumed run that announce other rows."""
 Damage = Callable[[Path], None]
+MISSING = object()
+VALUES = [MISSING, None, -1, float("inf"), float("nan"), "x", "\x1b[31m", [], {}, [1], {"a": 1}, True, 2**70]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,6 +104,27 @@ def damages(draw: Any, run: Path) -> tuple[str, Damage]:
     return name, lambda folder: write(folder / name)
 
 
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of all entries of nested values."""
+    if path:
+        yield path
+    keys = value if isinstance(value, Mapping) else range(min(3, len(value))) if type(value) in (list, tuple) else ()
+    for key in keys:
+        yield from paths(value[key], (*path, key))
+
+
+def other(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """Return nested values with one entry replaced or removed."""
+    if not path:
+        return new
+    items = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
+    if len(path) == 1 and new is MISSING:
+        del items[path[0]]
+    else:
+        items[path[0]] = other(items[path[0]], path[1:], new)
+    return items if isinstance(value, Mapping) else type(value)(items.values())
+
+
 def gone(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
@@ -150,7 +171,7 @@ def changed(draw: Any, kind: str, data: bytes) -> bytes:
         return b"".join(lines[: number + 1] + lines[number:])
     content = json.loads(lines[number])
     path = draw(st.sampled_from([*paths(content)]), label="field")
-    content = other(content, path, MISSING if kind == "a field removed" else draw(st.sampled_from(OF_MANIFEST)))
+    content = other(content, path, MISSING if kind == "a field removed" else draw(st.sampled_from(VALUES)))
     return b"".join([*lines[:number], json.dumps(content).encode() + b"\n", *lines[number + 1 :]])
 
 
