@@ -1,12 +1,10 @@
 """Atomic writes of files, and reading of JSON files with one-sentence errors."""
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,10 +15,6 @@ from torch import Tensor
 
 from .errors import LoopscopeError, UsageError, library_warnings_ignored, require
 
-LARGEST = 10**4000
-"""Larger integers cannot be converted to text by default (``sys.get_int_max_str_digits`` is 4300)."""
-MAX_JSON_DEPTH = 100
-"""Maximum nesting of JSON files: far more than loopscope writes, and safe for recursive readers."""
 MAX_JSON_BYTES = 2**26
 """Maximum size of a JSON file that is read into memory."""
 
@@ -93,8 +87,6 @@ def plain_json(value: Any) -> Any:
         return [plain_json(item) for item in value]
     if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
         return value.item()
-    if isinstance(value, int) and abs(value) >= LARGEST:
-        return math.inf if value > 0 else -math.inf
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
@@ -145,9 +137,9 @@ def read_json(path: Path) -> dict[str, Any]:
             text = file.read(MAX_JSON_BYTES + 1)
         require(len(text) <= MAX_JSON_BYTES, f"{path} cannot be read: it has more than {MAX_JSON_BYTES:,} bytes.")
         content = json.loads(text.decode())
-        if isinstance(content, dict) and not _is_too_deep(content):
+        if isinstance(content, dict):
             return content
-        reason = "it is nested too deeply" if isinstance(content, dict) else "it is JSON, but not an object"
+        reason = "it is JSON, but not an object"
     except OSError as error:
         reason = str(error.strerror)
     except UnicodeDecodeError as error:
@@ -157,12 +149,3 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         reason = f"it is not JSON: {error}"
     raise UsageError(f"{path} cannot be read: {reason}.")
-
-
-def _is_too_deep(content: Any) -> bool:
-    """Return whether a JSON value has more than ``MAX_JSON_DEPTH`` levels, without recursion."""
-    level = [content]
-    for _ in range(MAX_JSON_DEPTH):
-        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
-        level = list(chain.from_iterable(inner))
-    return bool(level)

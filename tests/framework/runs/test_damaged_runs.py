@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loopscope import sinks, training_hooks
 from loopscope.cli import main
-from loopscope.durable_files import MAX_JSON_DEPTH, read_json
-from loopscope.errors import RunNotice, UsageError
+from loopscope.errors import RunNotice
 from loopscope.runs import RunRecord, differences
 
 from tests.framework.runs.small_experiment import Small, registered, session
@@ -101,7 +100,6 @@ WRONG = {
     "no JSON": (lambda name: written(name, "{no json"), "cannot be read: it is not JSON"),
     "no object": (lambda name: written(name, "[1]"), "cannot be read: it is JSON, but not an object"),
     "too deep to parse": (lambda name: written(name, "[" * 100_000 + "]" * 100_000), "it is nested too deeply"),
-    "too deep to walk": (lambda name: changed(name, lambda to: to.update(config=deep(500))), "it is nested too deeply"),
     "no UTF-8": (lambda name: written(name, b'{"a": "\xff"}'), "cannot be read: byte 7 is not UTF-8"),
     "a folder": (a_folder, "cannot be read: Is a directory"),
     "empty": (lambda name: written(name, ""), "cannot be read: it is not JSON"),
@@ -135,13 +133,6 @@ OF_SUMMARY = {
 }
 
 
-def deep(levels: int) -> Any:
-    content: Any = {}
-    for _ in range(levels):
-        content = {"inner": content}
-    return content
-
-
 @pytest.mark.some_rows(3)
 @pytest.mark.guarantee("damage-is-detected")
 @pytest.mark.parametrize("command", ["diff", "replay", "plot", "resume", "--resume", "verify"])
@@ -169,7 +160,7 @@ def test_damaged_summary_is_reported(wrong, command, whole, capfd) -> None:
 
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("command", ["diff", "--resume", "verify"])
-@pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "too deep to walk"])
+@pytest.mark.parametrize("wrong", WRONG)
 def test_checkpoint_with_damaged_manifest_is_skipped(wrong, command, whole, capfd) -> None:
     """The run starts without that checkpoint, and only verify fails."""
 
@@ -280,19 +271,6 @@ def test_impossible_path_is_refused(command, name, whole, tmp_path, capfd) -> No
     words = [word.format(whole=whole, run=name, output=tmp_path) for word in COMMANDS[command]]
     assert main(words) == 2
     assert capfd.readouterr().err.count("\n") == 1
-
-
-@given(levels=st.integers(0, 2 * MAX_JSON_DEPTH))
-def test_deeply_nested_json_is_refused(levels: int) -> None:
-    """JSON is read up to a maximum depth, and deeper content raises a UsageError."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "a.json"
-        path.write_text(json.dumps(deep(levels)))
-        if levels < MAX_JSON_DEPTH:
-            assert read_json(path) == deep(levels)
-        else:
-            with pytest.raises(UsageError, match="nested too deep"):
-                read_json(path)
 
 
 @pytest.mark.longer
