@@ -5,13 +5,13 @@ A rule yields each fault as the rest of a sentence that starts with the experime
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from itertools import chain
 from operator import length_hint
 from traceback import walk_tb
 from types import FunctionType
-from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from ..data import Loader
 from ..errors import InvalidExperimentError, LoopscopeError, UsageError, listed, nearest, raised_in_user_code, shortened
-from ..hooks import HookRegistry, TrainingHook, always_on, hook_options, metric_table
+from ..hooks import HookRegistry, TrainingHook, always_on, metric_table
 from ..registry import where
 from .config import ExperimentConfig, RunFlags, describe_type, field_names, fits, is_parsable
 
@@ -49,7 +49,7 @@ def unfit_error(experiment: Any, fault: str, method: str = "") -> InvalidExperim
 def check_experiment(experiment: Any, base: type[Any]) -> None:
     """Raise :class:`InvalidExperimentError` for an invalid experiment or class of one; ``base`` is ExperimentRunner."""
     of_class = (_name, _attributes, _config, _methods, _options, _fields, _presets)
-    of_instance = (_instance, _attributes, _names_of_strategies_and_hooks, _metrics)
+    of_instance = (_instance, _attributes, _names_of_strategies, _metrics)
     for rule in of_class if isinstance(experiment, type) else of_instance:
         for fault in rule(experiment, base):
             raise unfit_error(experiment, fault)
@@ -77,13 +77,9 @@ def _attributes(owner: Any, base: type[Any]) -> Faults:
         if name not in ("name", "config_class") and not computed and not fits(value, hint):
             near = nearest(value, ("epoch", "step")) if isinstance(value, str) else ""
             yield f"has {name} = {_short_repr(value)}; it must be {describe_type(hint)}{EXAMPLES.get(hint, '')}.{near}"
-    for place, strategy in enumerate(strategies := owner.strategies if isinstance(owner.strategies, Sequence) else ()):
+    for strategy in owner.strategies if isinstance(owner.strategies, Sequence) else ():
         if not re.fullmatch(r"[^\s/\\,.\x00-\x1f-][^/\\,\x00-\x1f]{0,100}", strategy) or strategy == "all":
             yield f"has the strategy {strategy!r}, which cannot name a folder and be given on the command line."
-        if strategy.replace("-", "_") in [other.replace("-", "_") for other in strategies[:place]]:
-            yield f"has the strategy {strategy!r} twice (dashes and underscores are equivalent); rename one."
-    if owner.strategies in ((), []):
-        yield "has no strategies; even a single one has a name: strategies = ('plain',)."
 
 
 def _methods(experiment: type[Any], base: type[Any]) -> Faults:
@@ -91,15 +87,14 @@ def _methods(experiment: type[Any], base: type[Any]) -> Faults:
     if missing := sorted(experiment.__abstractmethods__):
         yield f"must define {', '.join(_signature(name, getattr(experiment, name)) for name in missing)}."
     for name, expected in vars(base).items():
-        member = inspect.getattr_static(experiment, name)
-        if isinstance(expected, property) and isinstance(member, FunctionType):
-            yield f"has {name} as a method ({where(member)}); put @property above it."
-        elif isinstance(expected, FunctionType) and member is not expected and (name[0] != "_" or name == "__init__"):
-            function, arguments = getattr(member, "__func__", member), [*inspect.signature(expected).parameters]
-            if not _accepts(function, arguments[not isinstance(member, (FunctionType, classmethod)) :]):
-                actual = _signature(name, function) if callable(function) else f"{name} = {_short_repr(member)}"
+        if isinstance(expected, FunctionType) and (name[0] != "_" or name == "__init__"):
+            function = getattr(experiment, name)
+            try:
+                inspect.signature(function).bind(*inspect.signature(expected).parameters)
+            except TypeError:
+                actual = f"{_signature(name, function)} ({where(function)})"
                 options = "; further options are fields of config_class" if name == "__init__" else ""
-                yield f"has {actual} ({where(function)}); it must be def {_signature(name, expected)}{options}."
+                yield f"has {actual}; it must be def {_signature(name, expected)}{options}."
 
 
 def _signature(name: str, member: Any) -> str:
@@ -107,24 +102,11 @@ def _signature(name: str, member: Any) -> str:
     return f"{name}({', '.join(inspect.signature(member).parameters)})" if callable(member) else f"{name} (a property)"
 
 
-def _accepts(function: Any, arguments: Iterable[str]) -> bool:
-    try:
-        bound = callable(function) and inspect.signature(function).bind(*arguments)
-        return bool(bound) and not inspect.iscoroutinefunction(function)
-    except TypeError:
-        return False
-    except ValueError:  # written in C, without a signature
-        return True
-
-
 def _config(experiment: type[Any], _: type[Any]) -> Faults:
     given = getattr(experiment, "config_class", None)
-    variables = chain(*(get_args(of) for base in experiment.__mro__ for of in getattr(base, "__orig_bases__", ())))
-    bounds = [variable.__bound__ for variable in variables if isinstance(variable, TypeVar)]
-    for bound in [bound for bound in bounds if isinstance(bound, type) and issubclass(bound, ExperimentConfig)]:
-        if not (isinstance(given, type) and issubclass(given, bound)):
-            example = f"{DATACLASS} class MyConfig({bound.__name__})"
-            yield f"has config_class = {_short_repr(given)}; it must be a class of options: {example}."
+    if not (isinstance(given, type) and issubclass(given, ExperimentConfig)):
+        example = f"{DATACLASS} class MyConfig(ExperimentConfig)"
+        yield f"has config_class = {_short_repr(given)}; it must be a class of options: {example}."
 
 
 def _options(experiment: type[Any], _: type[Any]) -> Faults:
@@ -151,13 +133,9 @@ def _fields(experiment: type[Any], _: type[Any]) -> Faults:
         name, hint = field.name, hints[field.name]
         if name in {*field_names(RunFlags), *vars(ExperimentConfig)} - {*field_names(ExperimentConfig)}:
             yield f"{of} the option {name!r}, a name that every run or config already uses; rename it."
-        elif name[0] == "_" or not field.init:
-            yield f"{of} the field {name!r}, which cannot be given as an option; make it a property."
         elif not is_parsable(hint):
             accepted = f"which the command line cannot give; use {PARSED}"
             yield f"{of} the option {name!r} of type {describe_type(hint)}, {accepted}."
-        elif field.default is not MISSING and not fits(field.default, hint):
-            yield f"{of} {name} = {field.default!r}; it must be {describe_type(hint)}."
 
 
 def _presets(experiment: type[Any], _: type[Any]) -> Faults:
@@ -170,23 +148,10 @@ def _presets(experiment: type[Any], _: type[Any]) -> Faults:
             yield f"sets {option} to {value!r} in the preset {preset!r}; it must be {describe_type(hints[option])}."
 
 
-def _names_of_strategies_and_hooks(runner: Any, _: type[Any]) -> Faults:
-    """Find unknown strategies, hooks and hook options that an experiment names."""
+def _names_of_strategies(runner: Any, _: type[Any]) -> Faults:
+    """Find unknown strategies that an experiment names."""
     for strategy in set(runner.compared_to.values()) - set(runner.strategies):
         yield f"has {strategy!r} in compared_to, but no such strategy.{nearest(strategy, runner.strategies)}"
-    if not fits(runner.hook_sets, Mapping[str, Sequence[str]]):
-        hook_sets = _short_repr(runner.hook_sets)
-        yield f"has hook_sets {hook_sets}; it must be a dict of lists, such as {{'mine': ['norms']}}."
-    given = [pair for name in runner.strategies for pair in call_method(runner, "strategy_hooks", name).items()]
-    hooks = {hook.name: hook for hook in HookRegistry} if always_on() else {}  # empty if hooks are not imported
-    for name in [*dict(given), *runner.minimal_hooks] if hooks else ():
-        if name not in hooks:
-            yield f"names the hook {name!r}, which does not exist.{nearest(name, hooks)}"
-    for hook, option, value in [(hook, *item) for hook, options in given for item in options.items() if hooks]:
-        if option not in (accepted := hook_options(hooks[hook])):
-            yield f"gives hook {hook!r} the option {option!r}, which it does not have.{nearest(option, accepted)}"
-        elif not fits(value, hint := accepted[option].annotation):
-            yield f"gives hook {hook!r} {option} = {value!r}; it must be {describe_type(hint)}."
 
 
 def _metrics(runner: Any, _: type[Any]) -> Faults:
@@ -299,10 +264,6 @@ def _check_loader(loader: Any, _strategy: str) -> str:
     return "" if length_hint(loader) > 0 else "a loader with batches: len() of at least 1"
 
 
-def _check_state(state: Any) -> str:
-    return "" if isinstance(state, Mapping) else "a dict"
-
-
 def _check_loss(loss: Any, _model: nn.Module, _batch: Any) -> str:
     if not isinstance(loss, Tensor) or (torch.is_grad_enabled() and not loss.requires_grad):
         return "the loss alone, a tensor with its graph, without .item(), float(), detach() and no_grad()"
@@ -319,10 +280,6 @@ def _check_strategy_hooks(options: Any, _strategy: str) -> str:
     return "" if fits(options, Mapping[str, Mapping[str, Any]]) else accepted
 
 
-def _check_tensor_parallel_plan(plan: Any, _model: nn.Module) -> str:
-    return "" if isinstance(plan, Mapping) else "a dict of ParallelStyles by the names of layers"
-
-
 def _check_stop(stop: Any, _evaluation: Mapping[str, float]) -> str:
     return "" if isinstance(plain(stop), bool) else "True or False"
 
@@ -333,11 +290,9 @@ ACCEPTED: dict[str, Callable[..., str]] = {
     "build_optimizer": _check_optimizer,
     "build_scheduler": _check_scheduler,
     "build_loader": _check_loader,
-    "state_dict": _check_state,
     "compute_loss": _check_loss,
     "evaluate": _check_evaluation,
     "strategy_hooks": _check_strategy_hooks,
-    "tensor_parallel_plan": _check_tensor_parallel_plan,
     "should_stop": _check_stop,
 }
 """The check of the return value of each method of an experiment."""

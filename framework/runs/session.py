@@ -286,12 +286,12 @@ class Session:
 
     def _trainings(self, plans: Sequence[StrategyPlan]) -> Iterator[StrategyTraining]:
         """Build the training of each plan in turn, from the same state of the experiment and with reset hooks."""
-        initial_state = deepcopy(call_method(self.runner, "state_dict"))
+        initial_state = deepcopy(self.runner.state_dict())
         for index, plan in enumerate(plans):
             config = replace(self.runner.config, seed=plan.seed)
             if config != self.runner.config:
                 self.runner = type(self.runner)(config, self.runner.device)
-                initial_state = deepcopy(call_method(self.runner, "state_dict"))
+                initial_state = deepcopy(self.runner.state_dict())
             self.runner.load_state_dict(deepcopy(initial_state))
             training = self._build(plan)
             if index:

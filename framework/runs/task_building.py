@@ -43,7 +43,7 @@ def build_run(
     model = call_method(runner, "prepare_model", call_method(runner, "build_model").to(runner.device), strategy)
     trained, ranks = model, Ranks()
     if parallel is not None:
-        plan = call_method(runner, "tensor_parallel_plan", model) if "tp" in parallel else {}
+        plan = runner.tensor_parallel_plan(model) if "tp" in parallel else {}
         trained = parallelise(model, parallel, plan)
         ranks = Ranks.of(model, trained if trained is not model else None, uneven=True)  # type: ignore[arg-type]
     optimizer = call_method(runner, "build_optimizer", model)

@@ -104,10 +104,8 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "a taken name": (NAME, '    name = "mod_arithmetic"\n', ["Two experiments", "ModArithmeticRunner", "rename one"]),
     "no strategies": (f"    strategies = {STRATEGIES}\n", "", ["strategies = None", "a list", "('one', 'two')"]),
     "strategies as one text": (STRATEGIES, '"plain"', ["strategies = 'plain'", "('one', 'two')"]),
-    "empty strategies": (STRATEGIES, "()", ["has no strategies", "('plain',)"]),
     "a set of strategies": (STRATEGIES, '{"plain", "other"}', ["strategies = {", "a list"]),
     "numbers as strategies": (STRATEGIES, "(1, 2)", ["strategies = (1, 2)", "each item text"]),
-    "a strategy twice": (STRATEGIES, '("a-b", "a_b")', ["'a_b' twice", "rename"]),
     "a strategy with a slash": (STRATEGIES, '("a/b",)', ["'a/b'", "folder"]),
     "a strategy that leads up": (STRATEGIES, '("..",)', ["'..'", "folder"]),
     "a strategy called all": (STRATEGIES, '("all",)', ["'all'", "the command line"]),
@@ -138,12 +136,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         "(self, model, batch, epoch)",
         ["epoch", "(self, model, batch)"],
     ),
-    "a method that is a number": (
-        EVALUATION,
-        method("    build_scheduler = 3\n"),
-        ["build_scheduler = 3", "def build_scheduler("],
-    ),
-    "length as a method": ("    @property\n", "", ["length as a method", "@property"]),
+    "length as a method": ("    @property\n", "", ["has length = <bound method", "a number of epochs"]),
     "a misspelt loop": (
         'loop = "epoch"',
         'loop = "epochs"',
@@ -171,11 +164,6 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         ["BrokenConfig(", "a class of options"],
     ),
     "a config without @dataclass": (DATACLASS, "", ["BrokenConfig", DATACLASS.strip()]),
-    "a config of another base": (
-        "class Broken(ExperimentRunner",
-        "class Broken(GrokkingRunner",
-        ["MyConfig(GrokkingConfig)"],
-    ),
     "an option without a type": (OPTION, "    width = 3\n", ["width = 3", "without a type", "width: TYPE = 3"]),
     "a default without a type": (OPTION, f"{OPTION}    seed = 3\n", ["seed = 3", "seed: TYPE = 3"]),
     "an option of a type that no line can give": (
@@ -184,7 +172,6 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         ["'act'", "Module", "Literal"],
     ),
     "an option of a class that is not there": (OPTION, f'{OPTION}    act: "Nowhere" = 3\n', ["'Nowhere'", "import"]),
-    "a default of another type": (OPTION, '    width: int = "3"\n', ["width = '3'", "an integer"]),
     "an option that is a run's": (OPTION, f"{OPTION}    overwrite: bool = True\n", ["'overwrite'", "rename"]),
     "an option that is a sink's": (
         OPTION,
@@ -220,12 +207,12 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "a strategy's hook that does not exist": (
         EVALUATION,
         method('    def strategy_hooks(self, strategy):\n        return {"norm": {}}\n'),
-        ["broken", "'norm'", "Did you mean 'norms'"],
+        ["'norm'", "Did you mean 'norms'"],
     ),
     "an option of a strategy's hook that does not exist": (
         EVALUATION,
         method('    def strategy_hooks(self, strategy):\n        return {"grad_clip": {"max_nrm": 1.0}}\n'),
-        ["broken", "'max_nrm'", "Did you mean 'max_norm'"],
+        ["'max_nrm'", "Did you mean 'max_norm'"],
     ),
     "strategy hooks as a list": (
         EVALUATION,
@@ -352,12 +339,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "a method as a property": (
         EVALUATION,
         method("    @property\n    def build_scheduler(self):\n        return None\n"),
-        ["build_scheduler = <property", "def build_scheduler(self, optimizer)"],
-    ),
-    "a field that is no option": (
-        OPTION,
-        f"{OPTION}    x: int = field(default=1, init=False)\n",
-        ["the field 'x'", "make it a property"],
+        ["build_scheduler (a property)", "def build_scheduler(self, optimizer)"],
     ),
     "an option that is the help": (OPTION, f"{OPTION}    help: int = 1\n", ["already has an option --help", "'help'"]),
     "an option of an unsupported type": (
@@ -370,25 +352,10 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         f"{OPTION}    sizes: tuple[int, ...] = (1, 2)\n",
         ["'sizes'", "tuple[int, ...]", "lists and dicts"],
     ),
-    "groups of hooks as a list": (
-        EVALUATION,
-        method("    @property\n    def hook_sets(self):\n        return ['norms']\n"),
-        ["hook_sets ['norms']", "{'mine': ['norms']}"],
-    ),
-    "a value of a strategy's hook": (
-        EVALUATION,
-        method("    def strategy_hooks(self, strategy):\n        return {'grad_clip': {'max_norm': 'x'}}\n"),
-        ["'grad_clip' max_norm = 'x'", "a number"],
-    ),
     "a number for a strategy's hook": (
         EVALUATION,
         method("    def strategy_hooks(self, strategy):\n        return {1: {}}\n"),
         ["returned {1: {}}", "a dict of options by hook"],
-    ),
-    "a state that is a list": (
-        EVALUATION,
-        method("    def state_dict(self):\n        return [1]\n"),
-        ["[1]", "a dict"],
     ),
     "a stream without a length": (
         LOADER,
@@ -431,11 +398,6 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         ["has 3 rows", "a permutation of all"],
     ),
     "a loss that is complex": (LOSS, LOSS.replace("return ", "return 1j * "), ["0.", "j", "one real number"]),
-    "a loss that is a coroutine's": (
-        "    def compute_loss",
-        "    async def compute_loss",
-        ["must be def compute_loss(self, model, batch)"],
-    ),
     "an evaluation of None": (
         EVALUATION,
         'return {"val_loss": None}',
