@@ -1,10 +1,8 @@
 """Checks of the arguments of attach: one sentence with the value, what is accepted, and the remedy."""
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from inspect import Parameter, isclass, signature
-from operator import index
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -45,11 +43,6 @@ def with_checked_names(function: Function) -> Function:
     return cast(Function, checked)
 
 
-def check_audit(audit: Any) -> None:
-    """Raise :class:`UsageError` if ``audit``, which the settings of a run call audit_hooks, is not a bool."""
-    require(isinstance(audit, bool), f"audit is {audit!r}; it must be True or False.")
-
-
 def check_hooks(hooks: Iterable[Any]) -> None:
     """Raise :class:`UsageError` for an item of ``hooks`` that is not the name, class or object of a hook."""
     for item in hooks:
@@ -59,12 +52,6 @@ def check_hooks(hooks: Iterable[Any]) -> None:
             f"hooks contains {_shown(item)}; each item is the name of a hook, a subclass of TrainingHook or an object "
             "of one.",
         )
-
-
-def check_group(name: Any) -> None:
-    """Raise :class:`UsageError` if ``with_hooks`` is not one name."""
-    is_name = name is None or isinstance(name, str)
-    require(is_name, f"with_hooks is {name!r}; it must be the name of one group, such as 'health'.")
 
 
 def check_tables(options: Any, schedules: Any) -> None:
@@ -84,43 +71,6 @@ def _items(name: str, value: Any, example: str) -> Iterable[tuple[str, Any]]:
     require(is_table, f"{name} is {value!r}; it must be a dict by the names of hooks: {example}.")
     items: Iterable[tuple[str, Any]] = value.items()
     return items
-
-
-def check_path(name: str, value: Any) -> None:
-    """Raise :class:`UsageError` if a path is not a text or a ``Path``."""
-    fits = value is None or isinstance(value, (str, os.PathLike))
-    require(fits, f"{name} is {value!r}; it must be a path: {name}='runs/first'.")
-
-
-def check_seed(seed: Any) -> None:
-    """Raise :class:`UsageError` if the seed is not an integer."""
-    try:
-        fits = not isinstance(seed, bool) and isinstance(index(seed), int)
-    except TypeError:
-        fits = False
-    require(fits, f"seed is {seed!r}; it must be an integer.")
-
-
-def check_config(config: Any) -> None:
-    """Raise :class:`UsageError` if the description of the training is not a dict of texts."""
-    is_table = isinstance(config, Mapping)
-    require(is_table, f'config is a {type(config).__name__}; it must be a dict of plain values: {{"name": value}}.')
-    if place := _place_of_cycle(config, "config", ()):
-        raise UsageError(f"{place} is one of the containers that hold it; leave this entry out of config.")
-
-
-def _place_of_cycle(item: Any, place: str, outer: tuple[int, ...]) -> str:
-    """Name an entry that is one of the containers around it; empty if there is none."""
-    if id(item) in outer:
-        return place
-    if isinstance(item, Mapping):
-        entries: Iterable[tuple[Any, Any]] = item.items()
-    elif isinstance(item, (list, tuple)):
-        entries = enumerate(item)
-    else:
-        return ""
-    places = (_place_of_cycle(value, f"{place}[{key!r}]", (*outer, id(item))) for key, value in entries)
-    return next(filter(None, places), "")
 
 
 def check_function(name: str, function: Callable[..., Any] | None, arguments: Sequence[str]) -> None:
@@ -161,14 +111,6 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
         not is_of_another,
         f"The {type(scheduler).__name__} schedules another optimizer than the one given to attach; give the "
         "scheduler of this optimizer, or leave scheduler= out.",
-    )
-
-
-def check_accelerator(accelerator: Any) -> None:
-    """Raise :class:`UsageError` if an object is not an Accelerator."""
-    fits = all(hasattr(accelerator, name) for name in ("scaler", "gradient_accumulation_steps", "backward"))
-    require(
-        fits, f"The accelerator is {_shown(accelerator)}; give the Accelerator of the loop, or leave accelerator= out."
     )
 
 

@@ -17,7 +17,7 @@ from ..errors import require
 from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedule
 from ..preserved_streams import preserved_streams
 from ..training import Ranks, takes_closure
-from .argument_checks import check_accelerator, check_path, check_scheduler, with_checked_names
+from .argument_checks import check_scheduler, with_checked_names
 from .attach_options import AttachArguments, AttachOptions, DisplayMode, HookChoice, HookGroup
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
@@ -135,7 +135,6 @@ def attach(
         RankLostError: if other ranks do not call attach.
     """
     given = locals()
-    check_path("reference", reference)
     if hooks is None and with_hooks is None:
         given["with_hooks"] = "health"
     given |= {"audit_hooks": audit, "reference": None if reference is None else Path(reference)}
@@ -194,7 +193,6 @@ def _attach_to_loop(
     if accelerator is not None:
         message = "An Accelerator has its own scaler and number of micro-batches; leave scaler= and accumulate= out."
         require(scaler is None and accumulate == 1, message)
-        check_accelerator(accelerator)
         scaler, accumulate = accelerator.scaler, accelerator.gradient_accumulation_steps
     is_ranks = ranks is None or isinstance(ranks, Ranks)
     require(is_ranks, f"ranks is a {type(ranks).__name__}; give loopscope.training.Ranks(data=[process_group]).")

@@ -28,16 +28,7 @@ from ..hooks import (
 )
 from ..names import as_names
 from ..runs import RunSettings
-from .argument_checks import (
-    check_audit,
-    check_config,
-    check_function,
-    check_group,
-    check_hooks,
-    check_path,
-    check_seed,
-    check_tables,
-)
+from .argument_checks import check_function, check_hooks, check_tables
 from .epoch_plan import EpochPlan
 from .given_data import EndlessLoader, GivenData, as_loader, check_given, length_of
 
@@ -113,7 +104,6 @@ class AttachOptions(RunSettings):
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for an invalid value."""
-        check_audit(self.audit_hooks)
         super().__post_init__()
         for name in ("hooks", "sinks"):
             value = getattr(self, name)
@@ -124,12 +114,10 @@ class AttachOptions(RunSettings):
         for name, accepted in words.items():
             if getattr(self, name) not in get_args(accepted):
                 raise unknown(f"value of {name}:", str(getattr(self, name)), get_args(accepted))
-        check_group(self.with_hooks)
         check_hooks(self.hooks)
         check_tables(self.hook_options, self.schedules)
-        check_path("out", self.out)
-        check_seed(self.seed)
-        check_config(self.config)
+        kind, is_table = type(self.config).__name__, isinstance(self.config, Mapping)
+        require(is_table, f'config is a {kind}; it must be a dict of plain values: {{"name": value}}.')
         counts = {"log_every": self.log_every, "snapshot_every": self.snapshot_every, "length": self.length}
         for name, count in counts.items():
             fits = count is None or (type(count) is int and count >= 1)

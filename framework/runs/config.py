@@ -110,14 +110,7 @@ class RunSettings:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        """Raise :class:`UsageError` for an unknown value of ``on_hook_error``, and for a flag that is not a bool.
-
-        The text "no" would count as true.
-        """
-        for item in fields(self):
-            value = getattr(self, item.name)
-            is_wrong = item.type in (bool, "bool") and not isinstance(value, bool)
-            require(not is_wrong, f"{item.name} is {value!r}; it must be True or False.")
+        """Raise :class:`UsageError` for an unknown value of ``on_hook_error``."""
         if self.on_hook_error not in (words := ("raise", "skip", "auto")):
             raise unknown("value of on_hook_error:", str(self.on_hook_error), words)
 
