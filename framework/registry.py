@@ -1,12 +1,8 @@
 """Registries of classes by unique name, with discovery through the entry points of installed packages."""
 
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from importlib.metadata import entry_points
-from threading import current_thread, main_thread
-from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from .errors import UsageError, source_location, unknown, warn, with_lines
@@ -66,15 +62,11 @@ class Registry(Generic[Entry]):
         self._discovered = True
         for point in entry_points(group=self._group):
             try:
-                with _distinguish_ctrl_c():
-                    entry = point.load()
-                self.register(entry)
+                self.register(point.load())
             except NameTakenError:
                 self._discovered = False  # so that the next caller gets the error, too
                 raise
-            except (Exception, SystemExit, KeyboardInterrupt) as error:
-                if isinstance(error, _CtrlCError):
-                    raise
+            except (Exception, SystemExit) as error:
                 reason = str(error) if isinstance(error, UsageError) else f"{with_lines(error)}."
                 self._broken[point.name] = f"The {self._kind} {point.name!r} of {point.value} cannot be used. {reason}"
                 warn(self._broken[point.name], stacklevel=3)
@@ -101,27 +93,6 @@ class Registry(Generic[Entry]):
     def names(self) -> list[str]:
         """List the names, sorted."""
         return [entry.name for entry in self]
-
-
-class _CtrlCError(KeyboardInterrupt):
-    """Ctrl-C of the user, as opposed to a KeyboardInterrupt that a plug-in raises."""
-
-
-@contextmanager
-def _distinguish_ctrl_c() -> Iterator[None]:
-    """Raise :class:`_CtrlCError` for Ctrl-C in the body; only the main thread can set signal handlers."""
-
-    def raise_ctrl_c(number: int, frame: FrameType | None) -> None:
-        raise _CtrlCError
-
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or current_thread() is not main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, raise_ctrl_c)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _subclasses(entry: type[Any] | None) -> Iterator[type[Any]]:
