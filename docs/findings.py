@@ -1,5 +1,6 @@
 """The findings of the doctor by symptom, from the texts of the detectors."""
 
+import inspect
 from collections.abc import Iterator
 
 from loopscope.doctor import Detector, Threshold, all_detectors
@@ -24,20 +25,28 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def paragraphs(detector: Detector) -> tuple[str, dict[str, str]]:
+    """Return the paragraph of a detector's docstring about causes, and the texts of those that start with a label."""
+    _, cause, *others = (" ".join(part.split()) for part in (inspect.getdoc(type(detector)) or "").split("\n\n"))
+    labelled = (part.partition(": ") for part in others)
+    return cause, {label.lower(): text for label, _, text in labelled}
+
+
 def _section(detector: Detector) -> Iterator[str]:
+    cause, texts = paragraphs(detector)
     yield f"### `{detector.name}`"
     yield ""
-    yield detector.cause
+    yield cause
     yield ""
     yield "| | |"
     yield "|---|---|"
-    yield f"| applies to | {detector.applies_to} |"
+    yield f"| applies to | {texts.get('applies to', 'every optimizer, at any step')} |"
     for name, limit in detector.thresholds.items():
         yield f"| limit `{name}` | {_limit(limit)} |"
     if detector.needs:
         yield f"| needs | {', '.join(f'[`{hook}`](hooks/{hook}.md)' for hook in detector.needs)} |"
-    if detector.source:
-        yield f"| source | {detector.source} |"
+    if "source" in texts:
+        yield f"| source | {texts['source']} |"
 
 
 def _limit(threshold: Threshold) -> str:

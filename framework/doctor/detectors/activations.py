@@ -16,17 +16,17 @@ from .gradients import are_experts, never_trained
 
 @DetectorRegistry.register
 class DeadUnits(Detector):
-    """Finds layers most of whose units are the same for every row, or get no gradient."""
+    """Finds layers most of whose units are the same for every row, or get no gradient.
+
+    Most units of a layer are 0 (ReLU) or saturated (sigmoid, tanh) for all rows and get no gradient. Usual causes
+    are a learning rate that is or was too high, a large negative bias, and inputs that are not normalised.
+
+    Source: Lu et al., arXiv 1903.06733, dying ReLU; Sokar et al., arXiv 2302.12902
+    """
 
     name = "dead-units"
     stage = "activations"
     symptom = "A layer gives the same output for all inputs"
-    cause = (
-        "Most units of a layer are 0 (ReLU) or saturated (sigmoid, tanh) for all rows and get no gradient. Usual "
-        "causes are a learning rate that is or was too high, a large negative bias, and inputs that are not "
-        "normalised."
-    )
-    source = "Lu et al., arXiv 1903.06733, dying ReLU; Sokar et al., arXiv 2302.12902"
     thresholds = {
         "share": Threshold(0.5, "of the units; small batches let up to a third of ReLU units look dead"),
         "checks": Threshold(2, "one batch may not activate a unit"),
@@ -82,16 +82,17 @@ def _loses_gradients(history: History) -> bool:
 
 @DetectorRegistry.register
 class ActivationsGrow(Detector):
-    """Finds outputs of blocks that grow without end."""
+    """Finds outputs of blocks that grow without end.
+
+    The outputs of blocks grow over the training by orders of magnitude. Normalise before each block, lower the
+    learning rate, or add weight decay.
+
+    Source: Dehghani et al., arXiv 2302.05442
+    """
 
     name = "activations-grow"
     stage = "activations"
     symptom = "Activations grow until they overflow"
-    cause = (
-        "The outputs of blocks grow over the training by orders of magnitude. Normalise before each block, lower the "
-        "learning rate, or add weight decay."
-    )
-    source = "Dehghani et al., arXiv 2302.05442"
     thresholds = {"growth": Threshold(100.0, "over the first value; residual streams grow by a factor of 10")}
     needs = ("activations",)
     yields_to_learning = True
@@ -124,15 +125,16 @@ class ActivationsGrow(Detector):
 
 @DetectorRegistry.register
 class MassiveActivations(Rule):
-    """Reports single activations that are far larger than all others."""
+    """Reports single activations that are far larger than all others.
+
+    Single activations are above 1,000 times the median. Normal in large language models; 8-bit formats suffer.
+
+    Source: Sun et al., arXiv 2402.17762
+    """
 
     name = "massive-activations"
     stage = "activations"
     symptom = "A question about low precision"
-    cause = (
-        "Single activations are above 1,000 times the median. Normal in large language models; 8-bit formats suffer."
-    )
-    source = "Sun et al., arXiv 2402.17762"
     needs = ("activations",)
     read = staticmethod(count)
     metric = "activations/total_massive_count"
@@ -145,17 +147,19 @@ class MassiveActivations(Rule):
 
 @DetectorRegistry.register
 class RouterCollapse(Detector):
-    """Finds experts of a mixture to which the router has sent nothing."""
+    """Finds experts of a mixture to which the router has sent nothing.
+
+    The router sends all rows or tokens to a few experts, so that the others get no gradient and never learn. Add a
+    load-balancing loss, or noise on the logits of the router, and start with equal logits.
+
+    Applies to: models whose experts have names with 'expert', and those that the hook moe_router measures
+
+    Source: Shazeer et al., arXiv 1701.06538, section 4; Fedus et al., arXiv 2101.03961, section 2.2
+    """
 
     name = "router-collapse"
     stage = "activations"
     symptom = "A mixture of experts is no better than one expert"
-    cause = (
-        "The router sends all rows or tokens to a few experts, so that the others get no gradient and never learn. Add "
-        "a load-balancing loss, or noise on the logits of the router, and start with equal logits."
-    )
-    source = "Shazeer et al., arXiv 1701.06538, section 4; Fedus et al., arXiv 2101.03961, section 2.2"
-    applies_to = "models whose experts have names with 'expert', and those that the hook moe_router measures"
     thresholds = {
         "patience": Threshold(100, "steps; many experts and few tokens leave some out for a while"),
         "checks": Threshold(4, "successive checks without a gradient, of experts that had one before"),

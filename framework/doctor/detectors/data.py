@@ -15,16 +15,17 @@ from .losses import TrainValidationDiverging, validation_rises
 
 @DetectorRegistry.register
 class RowsRepeated(Detector):
-    """Finds rows that occur several times within a batch or an epoch."""
+    """Finds rows that occur several times within a batch or an epoch.
+
+    The training data contain rows several times: a loader that yields the same rows on every worker, data that were
+    appended twice, or a sampler with replacement. The model memorises them.
+
+    Source: Lee et al., arXiv 2107.06499
+    """
 
     name = "rows-repeated"
     stage = "evaluation"
     symptom = "The training loss is far below the validation loss"
-    cause = (
-        "The training data contain rows several times: a loader that yields the same rows on every worker, data that "
-        "were appended twice, or a sampler with replacement. The model memorises them."
-    )
-    source = "Lee et al., arXiv 2107.06499"
     thresholds = {"share": Threshold(0.2, "of the rows; natural data have a few percent")}
     needs = (CHECKS,)
     waits = True
@@ -57,17 +58,19 @@ class RowsRepeated(Detector):
 
 @DetectorRegistry.register
 class SameBatch(Detector):
-    """Finds a training that gets the same batch at every step."""
+    """Finds a training that gets the same batch at every step.
+
+    Every step gets the same rows in the same order: a random generator that is seeded again in the function that
+    draws the batch, or next(iter(loader)) in every step. Create generator and iterator once, before the loop.
+
+    Applies to: batches on the CPU; the same tensors, given again and again on purpose, do not count
+
+    Source: torch.Generator.manual_seed; torch.utils.data.DataLoader: every iter() starts again
+    """
 
     name = "same-batch-at-every-step"
     stage = "set-up"
     symptom = "The training loss falls to 0 at once, and the validation loss rises"
-    cause = (
-        "Every step gets the same rows in the same order: a random generator that is seeded again in the function that "
-        "draws the batch, or next(iter(loader)) in every step. Create generator and iterator once, before the loop."
-    )
-    source = "torch.Generator.manual_seed; torch.utils.data.DataLoader: every iter() starts again"
-    applies_to = "batches on the CPU; the same tensors, given again and again on purpose, do not count"
     thresholds = {
         "batches": Threshold(9, "equal batches in a row after the first; data of single rows repeat fewer"),
         "share": Threshold(0.9, "equal batches in a row, as a share of all steps"),
@@ -94,14 +97,18 @@ class SameBatch(Detector):
 
 @DetectorRegistry.register
 class SortedByClass(Detector):
-    """Finds batches that contain a single class each, or far fewer classes than random rows would."""
+    """Finds batches that contain a single class each, or far fewer classes than random rows would.
+
+    The data are sorted by class and not shuffled, so every batch pulls towards few classes: set shuffle=True.
+
+    Applies to: classification with integer targets
+
+    Source: Bengio, arXiv 1206.5533, section 3.1: shuffle
+    """
 
     name = "data-sorted-by-class"
     stage = "set-up"
     symptom = "The loss goes up and down with the order of the data"
-    cause = "The data are sorted by class and not shuffled, so every batch pulls towards few classes: set shuffle=True."
-    source = "Bengio, arXiv 1206.5533, section 3.1: shuffle"
-    applies_to = "classification with integer targets"
     thresholds = {
         "share": Threshold(0.75, "of the checked batches; shuffled batches of 8 rows have one class rarely"),
         "top": Threshold(0.9, "of the targets of a batch; of shuffled data always the same class may reach it"),
@@ -166,17 +173,19 @@ class SortedByClass(Detector):
 
 @DetectorRegistry.register
 class InputsNotNormalised(Detector):
-    """Finds inputs whose values are far from mean 0 and deviation 1."""
+    """Finds inputs whose values are far from mean 0 and deviation 1.
+
+    The inputs have large values or a large offset, such as pixels from 0 to 255. Subtract the mean and divide by
+    the standard deviation of the training set.
+
+    Applies to: floating-point inputs
+
+    Source: LeCun et al., Efficient BackProp, 1998, section 4.3
+    """
 
     name = "inputs-not-normalised"
     stage = "set-up"
     symptom = "The first loss is huge, or training is unstable"
-    cause = (
-        "The inputs have large values or a large offset, such as pixels from 0 to 255. Subtract the mean and divide by "
-        "the standard deviation of the training set."
-    )
-    source = "LeCun et al., Efficient BackProp, 1998, section 4.3"
-    applies_to = "floating-point inputs"
     thresholds = {
         "deviation": Threshold(10.0, "standard deviation; normalised inputs have 1, embeddings up to 5"),
         "offset": Threshold(10.0, "absolute mean in standard deviations"),
@@ -222,17 +231,19 @@ class InputsNotNormalised(Detector):
 
 @DetectorRegistry.register
 class InputsDrift(Detector):
-    """Finds inputs whose scale leaves the usual range during the training."""
+    """Finds inputs whose scale leaves the usual range during the training.
+
+    The inputs are normalised again and again: a transform that works in place (sub_, div_, inplace=True) changes
+    the stored data, so that each epoch normalises what the last one has normalised. Normalise a copy.
+
+    Applies to: floating-point inputs that start in a usual range
+
+    Source: torchvision.transforms.functional.normalize: inplace
+    """
 
     name = "inputs-drift"
     stage = "set-up"
     symptom = "The loss falls at first, then validation or training gets worse from epoch to epoch"
-    cause = (
-        "The inputs are normalised again and again: a transform that works in place (sub_, div_, inplace=True) changes "
-        "the stored data, so that each epoch normalises what the last one has normalised. Normalise a copy."
-    )
-    source = "torchvision.transforms.functional.normalize: inplace"
-    applies_to = "floating-point inputs that start in a usual range"
     thresholds = {
         "factor": Threshold(
             10.0, "last over first standard deviation; those of states that an agent reaches grow less"
@@ -268,18 +279,20 @@ class InputsDrift(Detector):
 
 @DetectorRegistry.register
 class TargetsExtreme(Detector):
-    """Finds targets of a regression that are far outside of all others."""
+    """Finds targets of a regression that are far outside of all others.
+
+    A few targets are far outside of the range of the others, and the squared error follows them: codes for missing
+    values, such as −999, wrong units, or a distribution with a long tail. Remove or mask these rows, or train on
+    the logarithm of the targets.
+
+    Applies to: mse_loss, smooth_l1_loss and huber_loss, on the CPU
+
+    Source: the squared error weights a target by the square of its distance
+    """
 
     name = "targets-extreme"
     stage = "set-up"
     symptom = "The loss of a regression jumps, or is dominated by a few rows"
-    cause = (
-        "A few targets are far outside of the range of the others, and the squared error follows them: codes for "
-        "missing values, such as −999, wrong units, or a distribution with a long tail. Remove or mask these rows, or "
-        "train on the logarithm of the targets."
-    )
-    source = "the squared error weights a target by the square of its distance"
-    applies_to = "mse_loss, smooth_l1_loss and huber_loss, on the CPU"
     thresholds = {
         "distance": Threshold(30.0, "ranges of the middle 80 %; a normal distribution stays below 1.5"),
         "repeated": Threshold(
@@ -320,17 +333,19 @@ class TargetsExtreme(Detector):
 
 @DetectorRegistry.register
 class InputsConstant(Detector):
-    """Finds inputs that are the same number everywhere."""
+    """Finds inputs that are the same number everywhere.
+
+    All inputs are one number: pixels divided as integers, a mask that removes everything, a wrong column, or data
+    that were never loaded. Print a few rows.
+
+    Applies to: floating-point inputs
+
+    Source: Karpathy, A Recipe for Training Neural Networks (2019): look at the data right before the model
+    """
 
     name = "inputs-constant"
     stage = "set-up"
     symptom = "The loss does not fall, and gradients of the first layer are 0"
-    cause = (
-        "All inputs are one number: pixels divided as integers, a mask that removes everything, a wrong column, or "
-        "data that were never loaded. Print a few rows."
-    )
-    source = "Karpathy, A Recipe for Training Neural Networks (2019): look at the data right before the model"
-    applies_to = "floating-point inputs"
     thresholds = {"fall": Threshold(0.5, "of the first loss; a model that needs no inputs learns more")}
     needs = (CHECKS,)
 
@@ -351,17 +366,19 @@ class InputsConstant(Detector):
 
 @DetectorRegistry.register
 class PaddingInLoss(Rule):
-    """Finds padding tokens that count as targets."""
+    """Finds padding tokens that count as targets.
+
+    Padding tokens count in the loss, so that the model mostly learns to predict padding. Set the labels of padding
+    to -100, the default ignore_index of cross_entropy.
+
+    Applies to: sequences of integer targets
+
+    Source: torch.nn.CrossEntropyLoss: ignore_index
+    """
 
     name = "padding-in-loss"
     stage = "evaluation"
     symptom = "The loss falls fast, but generated text is empty"
-    cause = (
-        "Padding tokens count in the loss, so that the model mostly learns to predict padding. Set the labels of "
-        "padding to -100, the default ignore_index of cross_entropy."
-    )
-    source = "torch.nn.CrossEntropyLoss: ignore_index"
-    applies_to = "sequences of integer targets"
     thresholds = {"share": Threshold(0.1, "of the targets; natural text does not end with runs of one token")}
     needs = (CHECKS,)
     read = staticmethod(median)
@@ -377,17 +394,19 @@ class PaddingInLoss(Rule):
 
 @DetectorRegistry.register
 class ClassIgnored(Detector):
-    """Finds a class or a token that the loss leaves out together with the padding."""
+    """Finds a class or a token that the loss leaves out together with the padding.
+
+    The number that marks padding is also a class or a token that occurs, and the loss ignores it everywhere:
+    ignore_index equals a class, or pad_token equals eos_token. Give padding a separate number, such as -100.
+
+    Applies to: rows of integer targets with padding, on the CPU
+
+    Source: torch.nn.CrossEntropyLoss: ignore_index; transformers' DataCollatorForLanguageModeling masks pad tokens
+    """
 
     name = "class-never-a-target"
     stage = "evaluation"
     symptom = "One class is never predicted, or generated text does not end"
-    cause = (
-        "The number that marks padding is also a class or a token that occurs, and the loss ignores it everywhere: "
-        "ignore_index equals a class, or pad_token equals eos_token. Give padding a separate number, such as -100."
-    )
-    source = "torch.nn.CrossEntropyLoss: ignore_index; transformers' DataCollatorForLanguageModeling masks pad tokens"
-    applies_to = "rows of integer targets with padding, on the CPU"
     thresholds = {
         "inside": Threshold(0.1, "of the ignored targets; padding is at the ends of rows"),
         "masked": Threshold(0.8, "of all targets; masked language models ignore more on purpose"),
@@ -424,14 +443,18 @@ class ClassIgnored(Detector):
 
 @DetectorRegistry.register
 class TargetsIgnored(Detector):
-    """Finds batches in which nearly all targets are ignored."""
+    """Finds batches in which nearly all targets are ignored.
+
+    Nearly all labels are -100, which cross_entropy ignores: the mask of the labels is inverted or too large.
+
+    Applies to: integer targets
+
+    Source: torch.nn.CrossEntropyLoss: ignore_index
+    """
 
     name = "targets-ignored"
     stage = "set-up"
     symptom = "The loss is NaN or constant from the start"
-    cause = "Nearly all labels are -100, which cross_entropy ignores: the mask of the labels is inverted or too large."
-    source = "torch.nn.CrossEntropyLoss: ignore_index"
-    applies_to = "integer targets"
     thresholds = {"share": Threshold(0.98, "masked language models ignore 85 %, long prompts up to 95 %")}
     needs = (CHECKS,)
 

@@ -40,16 +40,17 @@ def are_experts(names: list[str]) -> bool:
 
 @DetectorRegistry.register
 class WithoutGradient(Detector):
-    """Finds trainable parameters that the loss does not reach."""
+    """Finds trainable parameters that the loss does not reach.
+
+    Trainable parameters get no gradient: the loss does not depend on them. Usual causes are detach() or
+    torch.no_grad() in the forward pass, a layer that is not called, or an output that is not used.
+
+    Source: autograd: .grad is None, or zero at every checked step
+    """
 
     name = "parameters-without-gradient"
     stage = "gradients"
     symptom = "Some layers never change"
-    cause = (
-        "Trainable parameters get no gradient: the loss does not depend on them. Usual causes are detach() or "
-        "torch.no_grad() in the forward pass, a layer that is not called, or an output that is not used."
-    )
-    source = "autograd: .grad is None, or zero at every checked step"
     thresholds = {
         "share_at_once": Threshold(0.3, "so many parameters at step 1 are no unused head and no unrouted expert"),
         "patience": Threshold(3, "layers with a zero at their output, as in LoRA, get a gradient from step 2 on"),
@@ -110,17 +111,18 @@ def _named(names: list[str], count: int) -> str:
 
 @DetectorRegistry.register
 class LayersStopLearning(Detector):
-    """Finds parameters that were trained at first, and are frozen or without a gradient since."""
+    """Finds parameters that were trained at first, and are frozen or without a gradient since.
+
+    Parameters that were trained have requires_grad=False, or no gradient any more: a helper, such as an evaluation
+    or a probe, freezes them and does not set it back, or torch.no_grad() or detach() applies from some step on.
+    Ignore it if the training freezes layers on purpose.
+
+    Source: torch.nn.Module.requires_grad_; torch.no_grad
+    """
 
     name = "layers-stop-learning"
     stage = "gradients"
     symptom = "The loss falls more slowly from some step on"
-    cause = (
-        "Parameters that were trained have requires_grad=False, or no gradient any more: a helper, such as an "
-        "evaluation or a probe, freezes them and does not set it back, or torch.no_grad() or detach() applies from "
-        "some step on. Ignore it if the training freezes layers on purpose."
-    )
-    source = "torch.nn.Module.requires_grad_; torch.no_grad"
     thresholds = {
         "share": Threshold(0.1, "of the trainable parameters; fewer are a remark"),
         "checks": Threshold(3, "checked steps in a row without a gradient; heads of rare tasks have one in between"),
@@ -171,16 +173,17 @@ def _streaks(history: History, family: str, least: int) -> dict[str, int]:
 
 @DetectorRegistry.register
 class LeftoverGradients(Detector):
-    """Finds gradients that nothing sets to zero between two steps."""
+    """Finds gradients that nothing sets to zero between two steps.
+
+    Gradients of earlier steps are still there when the next backward pass starts, so that every step uses the sum
+    over all steps. Call optimizer.zero_grad() once per step.
+
+    Source: torch.optim documentation: zero_grad
+    """
 
     name = "gradients-not-zeroed"
     stage = "set-up"
     symptom = "The loss falls at first and then oscillates or grows"
-    cause = (
-        "Gradients of earlier steps are still there when the next backward pass starts, so that every step uses the "
-        "sum over all steps. Call optimizer.zero_grad() once per step."
-    )
-    source = "torch.optim documentation: zero_grad"
     thresholds = {
         "share": Threshold(0.5, "half of all parameters; another loss may leave gradients in a few"),
         "checks": Threshold(3, "checked steps, or all of them in a shorter run"),
@@ -215,17 +218,19 @@ class LeftoverGradients(Detector):
 
 @DetectorRegistry.register
 class SecondBackwardPass(Detector):
-    """Finds another backward pass of the same step before the one that the loop reports."""
+    """Finds another backward pass of the same step before the one that the loop reports.
+
+    The script calls loss.backward() and then scope.backward(loss), which runs the backward pass itself, so that
+    gradients are doubled. Or a step has several losses, of which the hooks see only the last one.
+
+    Applies to: custom loops
+
+    Source: Scope.backward and Scope.gradients_ready
+    """
 
     name = "second-backward-pass"
     stage = "set-up"
     symptom = "The weights move further than the learning rate says"
-    cause = (
-        "The script calls loss.backward() and then scope.backward(loss), which runs the backward pass itself, so that "
-        "gradients are doubled. Or a step has several losses, of which the hooks see only the last one."
-    )
-    source = "Scope.backward and Scope.gradients_ready"
-    applies_to = "custom loops"
     thresholds = {"share": Threshold(0.5, "half of all parameters; another loss may train a few")}
     needs = (CHECKS,)
 
@@ -265,17 +270,19 @@ def _sees_updates(history: History) -> bool:
 
 @DetectorRegistry.register
 class OptimizerNotStepped(Detector):
-    """Finds a loop that never steps its optimizer, and one whose accumulation attach does not know."""
+    """Finds a loop that never steps its optimizer, and one whose accumulation attach does not know.
+
+    optimizer.step() is missing, or it follows several backward passes, each of which attach counts as a step. Call
+    it, or pass their number as accumulate= to attach.
+
+    Applies to: custom loops
+
+    Source: torch.optim documentation: taking an optimization step
+    """
 
     name = "optimizer-not-stepped"
     stage = "set-up"
     symptom = "The loss does not change, or leftover gradients are reported under gradient accumulation"
-    cause = (
-        "optimizer.step() is missing, or it follows several backward passes, each of which attach counts as a step. "
-        "Call it, or pass their number as accumulate= to attach."
-    )
-    source = "torch.optim documentation: taking an optimization step"
-    applies_to = "custom loops"
     thresholds = {"passes": Threshold(64, "without an update while the training runs; at its end three are enough")}
     needs = (CHECKS, "parameter_norms")
 
@@ -314,17 +321,18 @@ class OptimizerNotStepped(Detector):
 
 @DetectorRegistry.register
 class GradientsAllZero(Detector):
-    """Finds a training in which no parameter has a gradient, from the start or from some step on."""
+    """Finds a training in which no parameter has a gradient, from the start or from some step on.
+
+    All gradients are exactly 0. At a loss of 0 from the start nothing can be learned: a margin that no row
+    violates, a CTC loss with fewer frames than labels, or rewards that are all equal. At another loss the outputs
+    have collapsed to a constant, all units are dead, or the loss no longer depends on the parameters.
+
+    Source: Hermans et al., arXiv 1703.07737, on the collapse of triplet losses at the margin
+    """
 
     name = "gradients-all-zero"
     stage = "gradients"
     symptom = "The loss stops at a value and stays there exactly, or is 0 from the start"
-    cause = (
-        "All gradients are exactly 0. At a loss of 0 from the start nothing can be learned: a margin that no row "
-        "violates, a CTC loss with fewer frames than labels, or rewards that are all equal. At another loss the "
-        "outputs have collapsed to a constant, all units are dead, or the loss no longer depends on the parameters."
-    )
-    source = "Hermans et al., arXiv 1703.07737, on the collapse of triplet losses at the margin"
     thresholds = {"steps": Threshold(10, "in a row and up to now; single batches may have no error")}
     needs = (CHECKS,)
     waits = True
@@ -364,16 +372,17 @@ class GradientsAllZero(Detector):
 
 @DetectorRegistry.register
 class GradientsZeroedTooEarly(Detector):
-    """Finds gradients that are set to zero before the optimizer has used them."""
+    """Finds gradients that are set to zero before the optimizer has used them.
+
+    optimizer.zero_grad() is called between backward() and step(), so that the update has no gradient, or before
+    every micro-batch, so that only the last one counts. Call it once per step, after optimizer.step().
+
+    Source: torch.optim documentation: the order of backward, step and zero_grad
+    """
 
     name = "gradients-zeroed-too-early"
     stage = "set-up"
     symptom = "The loss does not fall, or not as it should with gradient accumulation"
-    cause = (
-        "optimizer.zero_grad() is called between backward() and step(), so that the update has no gradient, or before "
-        "every micro-batch, so that only the last one counts. Call it once per step, after optimizer.step()."
-    )
-    source = "torch.optim documentation: the order of backward, step and zero_grad"
     thresholds = {
         "checks": Threshold(3, "checked steps, or all of them in a shorter run"),
         "share": Threshold(0.9, "of the checked steps; a misplaced call takes the gradients of every step"),
@@ -417,16 +426,17 @@ LAST_CHECKS = 3
 
 @DetectorRegistry.register
 class VanishingGradients(Detector):
-    """Finds weights whose gradient is tiny compared with that of the others."""
+    """Finds weights whose gradient is tiny compared with that of the others.
+
+    The gradient shrinks from layer to layer on its way back. Use ReLU-type activation functions, normalisation,
+    residual connections, and an initialisation that keeps the size of activations (He, Xavier).
+
+    Source: Glorot and Bengio 2010; He et al., arXiv 1502.01852
+    """
 
     name = "vanishing-gradients"
     stage = "gradients"
     symptom = "The first layers hardly learn"
-    cause = (
-        "The gradient shrinks from layer to layer on its way back. Use ReLU-type activation functions, normalisation, "
-        "residual connections, and an initialisation that keeps the size of activations (He, Xavier)."
-    )
-    source = "Glorot and Bengio 2010; He et al., arXiv 1502.01852"
     thresholds = {
         "ratio": Threshold(1e-4, "healthy layers of one network differ by a factor of 10 to 100"),
         "count": Threshold(2, "a single parameter may have no effect by design"),
@@ -471,17 +481,19 @@ RARE = 0.05
 
 @DetectorRegistry.register
 class ExplodingGradients(Detector):
-    """Finds gradients that grow without bound, or in single steps by orders of magnitude."""
+    """Finds gradients that grow without bound, or in single steps by orders of magnitude.
+
+    Gradients grow from layer to layer or from time step to time step, as in recurrent networks without clipping.
+    Clip the gradient norm, lower the learning rate, or use a smaller initialisation.
+
+    Applies to: every optimizer but LBFGS, whose line search accepts gradients of any size
+
+    Source: Pascanu et al., arXiv 1211.5063
+    """
 
     name = "exploding-gradients"
     stage = "gradients"
     symptom = "The gradient norm jumps by orders of magnitude"
-    cause = (
-        "Gradients grow from layer to layer or from time step to time step, as in recurrent networks without clipping. "
-        "Clip the gradient norm, lower the learning rate, or use a smaller initialisation."
-    )
-    source = "Pascanu et al., arXiv 1211.5063"
-    applies_to = "every optimizer but LBFGS, whose line search accepts gradients of any size"
     thresholds = {
         "first": Threshold(1e4, "usual first gradients of a mean loss have a norm of 0.1 to 100"),
         "first_of_diverging": Threshold(1e3, "the same, where the loss is not finite within five steps"),
@@ -568,18 +580,20 @@ class ExplodingGradients(Detector):
 
 @DetectorRegistry.register
 class GradientJump(Detector):
-    """Finds a lasting jump of the gradient under an optimizer whose second moments lag behind."""
+    """Finds a lasting jump of the gradient under an optimizer whose second moments lag behind.
+
+    The gradient became much larger within a few steps, for example after a change of the data or of the loss. Adam
+    divides by an average over about 1/(1 − β₂) steps, which is still small, so its steps are too large. Lower the
+    learning rate for a while, lower β₂, clip, or reset the optimizer.
+
+    Applies to: Adam-type optimizers, after the first 50 steps
+
+    Source: Wortsman et al., arXiv 2304.13013, section 3.4
+    """
 
     name = "gradient-jump"
     stage = "gradients"
     symptom = "The loss rises after a pause, a change of the data, or a resume"
-    cause = (
-        "The gradient became much larger within a few steps, for example after a change of the data or of the loss. "
-        "Adam divides by an average over about 1/(1 − β₂) steps, which is still small, so its steps are too large. "
-        "Lower the learning rate for a while, lower β₂, clip, or reset the optimizer."
-    )
-    source = "Wortsman et al., arXiv 2304.13013, section 3.4"
-    applies_to = "Adam-type optimizers, after the first 50 steps"
     thresholds = {
         "factor": Threshold(10.0, "gradients of healthy runs change by less within 10 steps, and back"),
         "lasting": Threshold(20, "steps; spikes of a small loss recover within 10"),

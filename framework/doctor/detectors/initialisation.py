@@ -14,17 +14,19 @@ EXTREME = 8.0
 
 @DetectorRegistry.register
 class InitialScale(Detector):
-    """Finds linear and convolutional layers whose weights are far too large or too small."""
+    """Finds linear and convolutional layers whose weights are far too large or too small.
+
+    The weights have another scale than activations need: a standard deviation of about 1/√fan_in keeps their size.
+    Use torch.nn.init.kaiming_normal_ or the defaults of torch.nn.
+
+    Applies to: linear and convolutional layers, before the first step
+
+    Source: He et al., arXiv 1502.01852; Glorot and Bengio 2010
+    """
 
     name = "initial-weights-scale"
     stage = "set-up"
     symptom = "The first loss is huge, or nothing is learned"
-    cause = (
-        "The weights have another scale than activations need: a standard deviation of about 1/√fan_in keeps their "
-        "size. Use torch.nn.init.kaiming_normal_ or the defaults of torch.nn."
-    )
-    source = "He et al., arXiv 1502.01852; Glorot and Bengio 2010"
-    applies_to = "linear and convolutional layers, before the first step"
     thresholds = {
         "large": Threshold(4.0, "in units of 1/√fan_in: the default has 0.58, He's initialisation 1.41"),
         "small": Threshold(
@@ -70,17 +72,19 @@ def _suffers_from_large(history: History) -> bool:
 
 @DetectorRegistry.register
 class ConstantWeights(Detector):
-    """Finds matrices whose elements are all equal, so that units cannot become different."""
+    """Finds matrices whose elements are all equal, so that units cannot become different.
+
+    All elements of weight matrices are equal, so all units of a layer get the same gradient and stay equal.
+    Initialise them at random; only the last layer of a block may start at 0.
+
+    Applies to: before the first step
+
+    Source: Goodfellow et al., Deep Learning, section 8.4: break symmetry
+    """
 
     name = "constant-initial-weights"
     stage = "set-up"
     symptom = "All units of a layer do the same"
-    cause = (
-        "All elements of weight matrices are equal, so all units of a layer get the same gradient and stay equal. "
-        "Initialise them at random; only the last layer of a block may start at 0."
-    )
-    source = "Goodfellow et al., Deep Learning, section 8.4: break symmetry"
-    applies_to = "before the first step"
     thresholds = {
         "share": Threshold(0.5, "half of the matrices; a single one may be meant"),
         "zeros": Threshold(0.8, "of the matrices if all are zeros; in LoRA and zero-initialised blocks it is half"),
@@ -109,17 +113,19 @@ class ConstantWeights(Detector):
 
 @DetectorRegistry.register
 class UntiedCopies(Detector):
-    """Finds an embedding and an output projection that start equal but are separate parameters."""
+    """Finds an embedding and an output projection that start equal but are separate parameters.
+
+    Embedding and output projection have equal values but are two parameters: a deepcopy, a state dict or a
+    re-created layer has untied them. Assign one to the other: head.weight = embedding.weight.
+
+    Applies to: before the first step
+
+    Source: Press and Wolf, arXiv 1608.05859
+    """
 
     name = "embeddings-not-tied"
     stage = "evaluation"
     symptom = "Tied embeddings become different"
-    cause = (
-        "Embedding and output projection have equal values but are two parameters: a deepcopy, a state dict or a "
-        "re-created layer has untied them. Assign one to the other: head.weight = embedding.weight."
-    )
-    source = "Press and Wolf, arXiv 1608.05859"
-    applies_to = "before the first step"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for the first pair."""

@@ -54,17 +54,19 @@ def has_scheduler(history: History) -> bool:
 
 @DetectorRegistry.register
 class LearningRateTooHigh(Detector):
-    """Finds steps that overwrite the weights instead of adjusting them."""
+    """Finds steps that overwrite the weights instead of adjusting them.
+
+    A step changes the weights by a large share of their size, and the loss does not fall. Divide the learning rate
+    by 10; transformers under Adam also need a warm-up.
+
+    Applies to: every optimizer, from the first step on
+
+    Source: update-to-data ratio of about 1e-3, Karpathy, cs231n notes and the lecture on makemore
+    """
 
     name = "learning-rate-too-high"
     stage = "updates"
     symptom = "The loss rises at once, or becomes NaN"
-    cause = (
-        "A step changes the weights by a large share of their size, and the loss does not fall. Divide the learning "
-        "rate by 10; transformers under Adam also need a warm-up."
-    )
-    source = "update-to-data ratio of about 1e-3, Karpathy, cs231n notes and the lecture on makemore"
-    applies_to = "every optimizer, from the first step on"
     thresholds = {
         "ratio": Threshold(0.1, "usual are 1e-4 to 1e-2, and up to 0.05 in the first steps of Adam"),
         "certain": Threshold(0.5, "one step replaces half of the weights"),
@@ -211,17 +213,19 @@ def _has_dead_layers(history: History) -> bool:
 
 @DetectorRegistry.register
 class LearningRateTooLow(Detector):
-    """Finds updates that are too small to train the weights."""
+    """Finds updates that are too small to train the weights.
+
+    The updates are tiny compared with the weights although there are gradients. Raise the learning rate; under SGD
+    with a small gradient also check that the loss is not divided twice.
+
+    Applies to: every optimizer, outside of a warm-up and of the end of a schedule
+
+    Source: update-to-data ratio of about 1e-3, Karpathy, cs231n notes
+    """
 
     name = "learning-rate-too-low"
     stage = "updates"
     symptom = "The loss hardly falls"
-    cause = (
-        "The updates are tiny compared with the weights although there are gradients. Raise the learning rate; under "
-        "SGD with a small gradient also check that the loss is not divided twice."
-    )
-    source = "update-to-data ratio of about 1e-3, Karpathy, cs231n notes"
-    applies_to = "every optimizer, outside of a warm-up and of the end of a schedule"
     thresholds = {
         "ratio": Threshold(1e-4, "10 times below the usual 1e-3; only counts if the loss does not fall"),
         "certain": Threshold(5e-6, "about 1e5 steps would be needed to replace the weights"),
@@ -288,17 +292,19 @@ def set_rates(history: History) -> list[float]:
 
 @DetectorRegistry.register
 class WarmUpTooLong(Detector):
-    """Finds a warm-up that takes longer than the training."""
+    """Finds a warm-up that takes longer than the training.
+
+    The learning rate still rises at the end of the training and is far below the one that was set: the warm-up
+    counts more steps than the training has, or it is stepped per epoch instead of per batch.
+
+    Applies to: schedules that start below the learning rate of the optimizer
+
+    Source: torch.optim.lr_scheduler; transformers' warmup_steps: the number of steps of the warm-up
+    """
 
     name = "warm-up-too-long"
     stage = "set-up"
     symptom = "The loss hardly falls"
-    cause = (
-        "The learning rate still rises at the end of the training and is far below the one that was set: the warm-up "
-        "counts more steps than the training has, or it is stepped per epoch instead of per batch."
-    )
-    source = "torch.optim.lr_scheduler; transformers' warmup_steps: the number of steps of the warm-up"
-    applies_to = "schedules that start below the learning rate of the optimizer"
     thresholds = {
         "level": Threshold(0.2, "of the learning rate that was set; warm-ups of 5 to 10 % have ended by then"),
         "share": Threshold(0.5, "of the planned steps; without a plan, the end of the run"),
@@ -329,16 +335,17 @@ class WarmUpTooLong(Detector):
 
 @DetectorRegistry.register
 class LearningRateZero(Detector):
-    """Finds a learning rate of zero before the end of the training."""
+    """Finds a learning rate of zero before the end of the training.
+
+    The learning rate is 0: a scheduler with a wrong length, a warm-up that starts at 0 and never rises because it
+    is stepped per epoch, or a wrong lambda. Print scheduler.get_last_lr() for a few steps.
+
+    Source: torch.optim.lr_scheduler documentation
+    """
 
     name = "learning-rate-zero"
     stage = "set-up"
     symptom = "The loss does not change at all"
-    cause = (
-        "The learning rate is 0: a scheduler with a wrong length, a warm-up that starts at 0 and never rises because "
-        "it is stepped per epoch, or a wrong lambda. Print scheduler.get_last_lr() for a few steps."
-    )
-    source = "torch.optim.lr_scheduler documentation"
     thresholds = {
         "steps": Threshold(5, "a warm-up may start at 0 for one step"),
         "share": Threshold(0.1, "of the training, at its start"),
@@ -385,18 +392,18 @@ def returns_after_burst(values: "np.typing.NDArray[np.float64]") -> bool:
 
 @DetectorRegistry.register
 class ScheduleEndsEarly(Detector):
-    """Finds a schedule that has used up the learning rate long before the end."""
+    """Finds a schedule that has used up the learning rate long before the end.
+
+    The learning rate has decayed to almost nothing long before the end of the training: the scheduler is stepped
+    per batch but was set up for epochs, or its number of steps is too small.
+
+    Source: torch.optim.lr_scheduler documentation: call scheduler.step() once per epoch, or per batch, as it was
+    set up
+    """
 
     name = "schedule-ends-early"
     stage = "set-up"
     symptom = "The loss stops falling early"
-    cause = (
-        "The learning rate has decayed to almost nothing long before the end of the training: the scheduler is stepped "
-        "per batch but was set up for epochs, or its number of steps is too small."
-    )
-    source = (
-        "torch.optim.lr_scheduler documentation: call scheduler.step() once per epoch, or per batch, as it was set up"
-    )
     thresholds = {
         "level": Threshold(0.005, "below 0.5 % of the peak a step has no effect; usual final values are 1 to 10 %"),
         "share": Threshold(0.35, "the share of the training that is spent there; cosine schedules spend 5 %"),
@@ -464,17 +471,19 @@ class ScheduleEndsEarly(Detector):
 
 @DetectorRegistry.register
 class CosineRises(Detector):
-    """Finds a cosine schedule that is stepped beyond its length, so that the learning rate rises again."""
+    """Finds a cosine schedule that is stepped beyond its length, so that the learning rate rises again.
+
+    CosineAnnealingLR is stepped more often than T_max, so that its learning rate rises again: it is stepped per
+    batch with T_max in epochs. Set T_max to the number of calls of scheduler.step().
+
+    Applies to: CosineAnnealingLR, and unknown schedulers whose learning rate falls to 0 and rises gradually
+
+    Source: torch.optim.lr_scheduler.CosineAnnealingLR: T_max is half of a period
+    """
 
     name = "cosine-schedule-rises"
     stage = "set-up"
     symptom = "The learning rate goes up and down"
-    cause = (
-        "CosineAnnealingLR is stepped more often than T_max, so that its learning rate rises again: it is stepped per "
-        "batch with T_max in epochs. Set T_max to the number of calls of scheduler.step()."
-    )
-    source = "torch.optim.lr_scheduler.CosineAnnealingLR: T_max is half of a period"
-    applies_to = "CosineAnnealingLR, and unknown schedulers whose learning rate falls to 0 and rises gradually"
     thresholds = {"rise": Threshold(0.2, "share of the peak by which the learning rate rises after a minimum")}
     needs = ("training_metrics",)
 
@@ -512,15 +521,16 @@ class CosineRises(Detector):
 
 @DetectorRegistry.register
 class LearningRateJump(Detector):
-    """Finds a sudden rise of the learning rate that raises the loss."""
+    """Finds a sudden rise of the learning rate that raises the loss.
+
+    The learning rate rose, suddenly or without end, and the loss with it. Check the schedule around this step.
+
+    Source: Loshchilov and Hutter, arXiv 1608.03983, for restarts, which raise the loss for a while
+    """
 
     name = "learning-rate-jump"
     stage = "set-up"
     symptom = "The loss spikes in the middle of a training"
-    cause = (
-        "The learning rate rose, suddenly or without end, and the loss with it. Check the schedule around this step."
-    )
-    source = "Loshchilov and Hutter, arXiv 1608.03983, for restarts, which raise the loss for a while"
     thresholds = {
         "factor": Threshold(5.0, "warm-ups rise more slowly from step to step"),
         "rise": Threshold(1.5, "the loss after the jump over that before; restarts raise it less or recover"),
@@ -590,17 +600,19 @@ class LearningRateJump(Detector):
 
 @DetectorRegistry.register
 class WarmUpMissing(Detector):
-    """Finds an early rise of the loss under Adam without a warm-up, which recovers later."""
+    """Finds an early rise of the loss under Adam without a warm-up, which recovers later.
+
+    Adam's first steps have the full learning rate although its second moments are not reliable yet. Raise the
+    learning rate over the first 1 to 5 % of the steps.
+
+    Applies to: Adam-type optimizers with a cross-entropy, in the first tenth of the training
+
+    Source: Liu et al., arXiv 1908.03265; Xiong et al., arXiv 2002.04745
+    """
 
     name = "warm-up-missing"
     stage = "updates"
     symptom = "The loss rises in the first steps and falls later"
-    cause = (
-        "Adam's first steps have the full learning rate although its second moments are not reliable yet. Raise the "
-        "learning rate over the first 1 to 5 % of the steps."
-    )
-    source = "Liu et al., arXiv 1908.03265; Xiong et al., arXiv 2002.04745"
-    applies_to = "Adam-type optimizers with a cross-entropy, in the first tenth of the training"
     thresholds = {
         "rise": Threshold(1.3, "the highest early loss over the initial one; noise stays below 1.2"),
         "ratio": Threshold(0.01, "the largest early update; smaller ones do not raise the loss, but noise may"),

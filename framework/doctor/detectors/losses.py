@@ -30,16 +30,17 @@ from .learning_rates import is_warming_up
 
 @DetectorRegistry.register
 class DoublyNormalised(Rule):
-    """Finds a softmax before a loss that contains one, or a sigmoid likewise."""
+    """Finds a softmax before a loss that contains one, or a sigmoid likewise.
+
+    The model ends with a softmax (or sigmoid), and the loss, such as cross_entropy, applies another one. Return the
+    logits from the model.
+
+    Source: torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits
+    """
 
     name = "softmax-applied-twice"
     stage = "set-up"
     symptom = "The loss falls slowly and stays high"
-    cause = (
-        "The model ends with a softmax (or sigmoid), and the loss, such as cross_entropy, applies another one. Return "
-        "the logits from the model."
-    )
-    source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
     needs = (CHECKS,)
     metric = f"{CHECKS}/doubly_normalised"
     severity = "critical"
@@ -53,17 +54,19 @@ class DoublyNormalised(Rule):
 
 @DetectorRegistry.register
 class LogSoftmaxMissing(Rule):
-    """Finds a likelihood of outputs that are not log-probabilities."""
+    """Finds a likelihood of outputs that are not log-probabilities.
+
+    nll_loss, ctc_loss and kl_div take log-probabilities, but get the logits or the probabilities of the model.
+    Apply log_softmax, or use cross_entropy in place of nll_loss.
+
+    Applies to: nll_loss, ctc_loss and kl_div
+
+    Source: torch.nn.NLLLoss and CTCLoss: the input is expected to contain log-probabilities
+    """
 
     name = "log-softmax-missing"
     stage = "set-up"
     symptom = "The loss is negative"
-    cause = (
-        "nll_loss, ctc_loss and kl_div take log-probabilities, but get the logits or the probabilities of the model. "
-        "Apply log_softmax, or use cross_entropy in place of nll_loss."
-    )
-    source = "torch.nn.NLLLoss and CTCLoss: the input is expected to contain log-probabilities"
-    applies_to = "nll_loss, ctc_loss and kl_div"
     needs = (CHECKS,)
     metric = f"{CHECKS}/lacks_log_softmax"
     severity = "critical"
@@ -77,17 +80,19 @@ class LogSoftmaxMissing(Rule):
 
 @DetectorRegistry.register
 class OneClass(Detector):
-    """Finds a cross-entropy over a single class."""
+    """Finds a cross-entropy over a single class.
+
+    cross_entropy gets one output per row, whose probability is always 1, so that the loss is 0 and has no gradient.
+    Use binary_cross_entropy_with_logits for one output, or give the model an output for each class.
+
+    Applies to: cross-entropy
+
+    Source: torch.nn.CrossEntropyLoss: an input of shape (N, C) with the logits of C classes
+    """
 
     name = "cross-entropy-of-one-class"
     stage = "set-up"
     symptom = "The loss is exactly 0"
-    cause = (
-        "cross_entropy gets one output per row, whose probability is always 1, so that the loss is 0 and has no "
-        "gradient. Use binary_cross_entropy_with_logits for one output, or give the model an output for each class."
-    )
-    source = "torch.nn.CrossEntropyLoss: an input of shape (N, C) with the logits of C classes"
-    applies_to = "cross-entropy"
     needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -107,17 +112,19 @@ class OneClass(Detector):
 
 @DetectorRegistry.register
 class TemperatureMissing(Detector):
-    """Finds a cross-entropy of cosines that no temperature divides."""
+    """Finds a cross-entropy of cosines that no temperature divides.
+
+    The logits are cosines between −1 and 1, so that the right class gets at most e² times the probability of each
+    other one, and the loss has a high lower bound. Divide them by a temperature, such as 0.1.
+
+    Applies to: cross-entropies whose logits are products of normalised vectors, on the CPU
+
+    Source: Wang et al., NormFace, arXiv 1704.06369, section 3.3; Chen et al., SimCLR, arXiv 2002.05709, table 5
+    """
 
     name = "temperature-missing"
     stage = "set-up"
     symptom = "A contrastive loss, or one of cosines, stops falling at a high value"
-    cause = (
-        "The logits are cosines between −1 and 1, so that the right class gets at most e² times the probability of "
-        "each other one, and the loss has a high lower bound. Divide them by a temperature, such as 0.1."
-    )
-    source = "Wang et al., NormFace, arXiv 1704.06369, section 3.3; Chen et al., SimCLR, arXiv 2002.05709, table 5"
-    applies_to = "cross-entropies whose logits are products of normalised vectors, on the CPU"
     thresholds = {
         "scale": Threshold(1.2, "factor of the cosines; temperatures of 0.05 to 0.5 give 2 to 20"),
         "bound": Threshold(0.3, "of ln(C), below which a model can still be certain"),
@@ -147,17 +154,19 @@ class TemperatureMissing(Detector):
 
 @DetectorRegistry.register
 class LossBroadcast(Rule):
-    """Finds a loss that compares every output with every target of the batch."""
+    """Finds a loss that compares every output with every target of the batch.
+
+    Outputs of shape (N, 1) and targets of shape (N,) broadcast to N × N pairs, so that every output is compared
+    with every target, and the best output is their mean. Give both the same shape.
+
+    Applies to: losses that compare outputs and targets element by element
+
+    Source: torch.nn.functional.mse_loss warns about different sizes; PyTorch's broadcasting semantics
+    """
 
     name = "loss-broadcast"
     stage = "set-up"
     symptom = "A regression learns the mean of its targets only"
-    cause = (
-        "Outputs of shape (N, 1) and targets of shape (N,) broadcast to N × N pairs, so that every output is compared "
-        "with every target, and the best output is their mean. Give both the same shape."
-    )
-    source = "torch.nn.functional.mse_loss warns about different sizes; PyTorch's broadcasting semantics"
-    applies_to = "losses that compare outputs and targets element by element"
     needs = (CHECKS,)
     metric = f"{CHECKS}/loss_is_broadcast"
     severity = "critical"
@@ -171,17 +180,19 @@ class LossBroadcast(Rule):
 
 @DetectorRegistry.register
 class CausalMaskMissing(Detector):
-    """Finds attention without a causal mask in a model that is trained to predict the next token."""
+    """Finds attention without a causal mask in a model that is trained to predict the next token.
+
+    The targets are the next tokens of the inputs, but attention has no causal mask, so that each position sees its
+    own target. Pass is_causal=True, or a causal mask.
+
+    Applies to: models with attention that predict the next token, not compiled
+
+    Source: Vaswani et al., arXiv 1706.03762, section 3.2.3
+    """
 
     name = "causal-mask-missing"
     stage = "evaluation"
     symptom = "The loss of a language model falls far too low, but generated text is bad"
-    cause = (
-        "The targets are the next tokens of the inputs, but attention has no causal mask, so that each position sees "
-        "its own target. Pass is_causal=True, or a causal mask."
-    )
-    source = "Vaswani et al., arXiv 1706.03762, section 3.2.3"
-    applies_to = "models with attention that predict the next token, not compiled"
     needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -202,17 +213,19 @@ class CausalMaskMissing(Detector):
 
 @DetectorRegistry.register
 class TargetsShiftedWrongly(Detector):
-    """Finds a causal model whose targets are its inputs, or the tokens after the next."""
+    """Finds a causal model whose targets are its inputs, or the tokens after the next.
+
+    The targets are the inputs themselves, so that a model with a causal mask learns to copy, or they are shifted
+    twice, by the data and by the model. Shift them once: logits[:, :-1] against tokens[:, 1:].
+
+    Applies to: models with causal attention and a cross-entropy over tokens, on the CPU
+
+    Source: causal models of transformers shift labels inside of the model; a custom loss must do it itself
+    """
 
     name = "targets-shifted-wrongly"
     stage = "set-up"
     symptom = "A language model has a good loss, but generates nonsense"
-    cause = (
-        "The targets are the inputs themselves, so that a model with a causal mask learns to copy, or they are shifted "
-        "twice, by the data and by the model. Shift them once: logits[:, :-1] against tokens[:, 1:]."
-    )
-    source = "causal models of transformers shift labels inside of the model; a custom loss must do it itself"
-    applies_to = "models with causal attention and a cross-entropy over tokens, on the CPU"
     needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -244,17 +257,19 @@ class TargetsShiftedWrongly(Detector):
 
 @DetectorRegistry.register
 class TargetsAreInputs(Rule):
-    """Finds a model that gets the targets of its loss as inputs."""
+    """Finds a model that gets the targets of its loss as inputs.
+
+    An embedding of the model looks up the very targets that it should predict: a decoder gets the target sequence
+    without a start token, so that each position sees its own answer. Shift its inputs by one position.
+
+    Applies to: cross-entropies over tokens whose inputs are others, on the CPU
+
+    Source: Sutskever et al., arXiv 1409.3215: the decoder gets the tokens before the one that it predicts
+    """
 
     name = "targets-are-inputs"
     stage = "evaluation"
     symptom = "The loss falls to 0, but what the model generates is wrong"
-    cause = (
-        "An embedding of the model looks up the very targets that it should predict: a decoder gets the target "
-        "sequence without a start token, so that each position sees its own answer. Shift its inputs by one position."
-    )
-    source = "Sutskever et al., arXiv 1409.3215: the decoder gets the tokens before the one that it predicts"
-    applies_to = "cross-entropies over tokens whose inputs are others, on the CPU"
     needs = (CHECKS,)
     metric = f"{CHECKS}/reads_targets"
     severity = "critical"
@@ -268,17 +283,19 @@ class TargetsAreInputs(Rule):
 
 @DetectorRegistry.register
 class LogitsRectified(Rule):
-    """Finds a ReLU at the end of a classifier."""
+    """Finds a ReLU at the end of a classifier.
+
+    The model ends with a ReLU, so that its logits cannot be negative, and classes whose logit is 0 get no gradient.
+    Remove the activation after the last layer.
+
+    Applies to: cross-entropies, and binary ones with logits
+
+    Source: torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits
+    """
 
     name = "relu-before-loss"
     stage = "set-up"
     symptom = "A classifier learns slowly, or some classes never"
-    cause = (
-        "The model ends with a ReLU, so that its logits cannot be negative, and classes whose logit is 0 get no "
-        "gradient. Remove the activation after the last layer."
-    )
-    source = "torch.nn.CrossEntropyLoss: the input is expected to contain unnormalized logits"
-    applies_to = "cross-entropies, and binary ones with logits"
     needs = (CHECKS,)
     metric = f"{CHECKS}/logits_rectified"
     why = "The model ends with a ReLU: no logit can be negative, and a class whose logit is 0 gets no gradient."
@@ -288,17 +305,19 @@ class LogitsRectified(Rule):
 
 @DetectorRegistry.register
 class TargetsOutOfReach(Detector):
-    """Finds a regression whose last activation cannot give its targets."""
+    """Finds a regression whose last activation cannot give its targets.
+
+    The model ends with an activation whose range does not contain the targets: ReLU gives nothing below 0, sigmoid
+    nothing outside of 0 to 1, tanh nothing outside of −1 to 1. Remove it, or scale the targets.
+
+    Applies to: mse_loss, smooth_l1_loss and huber_loss, on the CPU
+
+    Source: the ranges of the activations of torch.nn
+    """
 
     name = "targets-out-of-reach"
     stage = "set-up"
     symptom = "A regression predicts some of its targets badly, with any settings"
-    cause = (
-        "The model ends with an activation whose range does not contain the targets: ReLU gives nothing below 0, "
-        "sigmoid nothing outside of 0 to 1, tanh nothing outside of −1 to 1. Remove it, or scale the targets."
-    )
-    source = "the ranges of the activations of torch.nn"
-    applies_to = "mse_loss, smooth_l1_loss and huber_loss, on the CPU"
     thresholds = {
         "share": Threshold(0.03, "of the targets; fewer may be rounding or noise around a bound"),
         "many": Threshold(0.3, "a critical finding"),
@@ -325,18 +344,20 @@ class TargetsOutOfReach(Detector):
 
 @DetectorRegistry.register
 class TargetsNotProbabilities(Detector):
-    """Finds a cross-entropy of numbers that are not probabilities, such as several labels of a row, or masks of 255."""
+    """Finds a cross-entropy of numbers that are not probabilities, such as several labels of a row, or masks of 255.
+
+    cross_entropy takes probabilities that add up to 1, but the targets of a row add up to another number: rows with
+    several labels need binary_cross_entropy_with_logits, which asks for each class alone. A binary cross-entropy
+    takes targets from 0 to 1, but they go beyond, such as masks of 0 and 255: divide them.
+
+    Applies to: cross-entropies of targets that are numbers, on the CPU
+
+    Source: torch.nn.CrossEntropyLoss and BCEWithLogitsLoss: targets are probabilities
+    """
 
     name = "targets-not-probabilities"
     stage = "set-up"
     symptom = "The loss of a classifier is negative, or worse than it should be with several labels"
-    cause = (
-        "cross_entropy takes probabilities that add up to 1, but the targets of a row add up to another number: rows "
-        "with several labels need binary_cross_entropy_with_logits, which asks for each class alone. A binary "
-        "cross-entropy takes targets from 0 to 1, but they go beyond, such as masks of 0 and 255: divide them."
-    )
-    source = "torch.nn.CrossEntropyLoss and BCEWithLogitsLoss: targets are probabilities"
-    applies_to = "cross-entropies of targets that are numbers, on the CPU"
     thresholds = {
         "deviation": Threshold(0.1, "of the mean sum from 1; rounding and smoothing stay below"),
         "beyond": Threshold(0.001, "of the targets outside of 0 to 1; rounding reaches none that count"),
@@ -377,17 +398,19 @@ class TargetsNotProbabilities(Detector):
 
 @DetectorRegistry.register
 class NormalisedOverRows(Rule):
-    """Finds a softmax over the batch, in the model or in the loss."""
+    """Finds a softmax over the batch, in the model or in the loss.
+
+    A softmax runs over the rows of the batch, dim=0, so that rows compete, and not classes of the loss or positions
+    of an attention: the output for a row depends on the others. Use dim=-1, or cross_entropy on logits.
+
+    Applies to: cross-entropies over a matrix of logits that is not square, and softmax operations of the model
+
+    Source: torch.nn.functional.log_softmax: dim
+    """
 
     name = "softmax-over-batch"
     stage = "set-up"
     symptom = "The loss falls, but the accuracy stays low"
-    cause = (
-        "A softmax runs over the rows of the batch, dim=0, so that rows compete, and not classes of the loss or "
-        "positions of an attention: the output for a row depends on the others. Use dim=-1, or cross_entropy on logits."
-    )
-    source = "torch.nn.functional.log_softmax: dim"
-    applies_to = "cross-entropies over a matrix of logits that is not square, and softmax operations of the model"
     needs = (CHECKS,)
     metric = f"{CHECKS}/normalised_over_rows"
     severity = "critical"
@@ -401,19 +424,20 @@ class NormalisedOverRows(Rule):
 
 @DetectorRegistry.register
 class LossSummed(Detector):
-    """Finds a loss that is a sum over the batch instead of a mean."""
+    """Finds a loss that is a sum over the batch instead of a mean.
+
+    The loss is the sum over the rows or tokens of the batch, so that gradients, and under SGD the steps, grow with
+    the batch size. Use reduction='mean', or divide by the number of rows or tokens.
+
+    Applies to: every optimizer; under Adam, which ignores the scale, it is a remark unless the loss is a
+    cross-entropy
+
+    Source: torch.nn losses: the argument reduction
+    """
 
     name = "loss-summed"
     stage = "set-up"
     symptom = "The loss and its gradients are very large"
-    cause = (
-        "The loss is the sum over the rows or tokens of the batch, so that gradients, and under SGD the steps, grow "
-        "with the batch size. Use reduction='mean', or divide by the number of rows or tokens."
-    )
-    source = "torch.nn losses: the argument reduction"
-    applies_to = (
-        "every optimizer; under Adam, which ignores the scale, it is a remark unless the loss is a cross-entropy"
-    )
     needs = (CHECKS,)
     waits = True
 
@@ -438,17 +462,19 @@ class LossSummed(Detector):
 
 @DetectorRegistry.register
 class AccumulationNotAveraged(Detector):
-    """Finds gradient accumulation whose micro-batches are not averaged, or divided by another number."""
+    """Finds gradient accumulation whose micro-batches are not averaged, or divided by another number.
+
+    With gradient accumulation over N micro-batches each loss must be divided by N (or by the tokens of the step).
+    Otherwise the gradient, and under SGD the step, is N times as large.
+
+    Applies to: training with gradient accumulation
+
+    Source: gradient accumulation: the gradient of a mean is the mean of gradients
+    """
 
     name = "accumulation-not-averaged"
     stage = "set-up"
     symptom = "Gradients grow with the number of accumulated batches"
-    cause = (
-        "With gradient accumulation over N micro-batches each loss must be divided by N (or by the tokens of the "
-        "step). Otherwise the gradient, and under SGD the step, is N times as large."
-    )
-    source = "gradient accumulation: the gradient of a mean is the mean of gradients"
-    applies_to = "training with gradient accumulation"
     needs = (CHECKS,)
     waits = True
 
@@ -482,21 +508,21 @@ LEAST_SCALE = 256
 
 @DetectorRegistry.register
 class InitialLossHigh(Detector):
-    """Finds a first loss far above that of equal probabilities."""
+    """Finds a first loss far above that of equal probabilities.
+
+    An untrained classifier should give all classes about the same probability, a loss of ln(C). A far larger loss
+    means that logits are large at the start: weights that are initialised too large, inputs that are not
+    normalised, or a summed loss.
+
+    Applies to: cross-entropy, at the first step; a remark if a part of the model is frozen, or if inputs and
+    initial weights have usual scales, as in fine-tuning
+
+    Source: Karpathy, A Recipe for Training Neural Networks (2019): verify the loss at initialisation
+    """
 
     name = "initial-loss-high"
     stage = "activations"
     symptom = "The first loss is much larger than ln(number of classes)"
-    cause = (
-        "An untrained classifier should give all classes about the same probability, a loss of ln(C). A far larger "
-        "loss means that logits are large at the start: weights that are initialised too large, inputs that are not "
-        "normalised, or a summed loss."
-    )
-    source = "Karpathy, A Recipe for Training Neural Networks (2019): verify the loss at initialisation"
-    applies_to = (
-        "cross-entropy, at the first step; a remark if a part of the model is frozen, or if inputs and initial weights "
-        "have usual scales, as in fine-tuning"
-    )
     thresholds = {
         "factor": Threshold(
             3.5, "usual initialisations give 1.0 to 1.5 times ln(C), new heads on other features up to 3.4"
@@ -559,17 +585,19 @@ class InitialLossHigh(Detector):
 
 @DetectorRegistry.register
 class TargetsNotNormalised(Detector):
-    """Finds a regression loss that is huge at the start, because its targets are."""
+    """Finds a regression loss that is huge at the start, because its targets are.
+
+    The loss is no cross-entropy and starts at a huge value, so the targets, or the outputs, have large values.
+    Standardise the targets, and undo it for reports.
+
+    Applies to: losses that are no cross-entropy, at the first step
+
+    Source: a mean squared error of standardised targets starts near 1
+    """
 
     name = "targets-not-normalised"
     stage = "set-up"
     symptom = "The loss is huge, or training is unstable"
-    cause = (
-        "The loss is no cross-entropy and starts at a huge value, so the targets, or the outputs, have large values. "
-        "Standardise the targets, and undo it for reports."
-    )
-    source = "a mean squared error of standardised targets starts near 1"
-    applies_to = "losses that are no cross-entropy, at the first step"
     thresholds = {"loss": Threshold(1e4, "a deviation of 100 in targets or outputs")}
     needs = (CHECKS,)
     yields_to_learning = True
@@ -595,16 +623,17 @@ class TargetsNotNormalised(Detector):
 
 @DetectorRegistry.register
 class LossRising(Detector):
-    """Finds a loss that rises steadily, or is the negative of a cross-entropy."""
+    """Finds a loss that rises steadily, or is the negative of a cross-entropy.
+
+    The training maximises the loss: its sign is wrong, the optimizer has maximize=True, or a custom update adds the
+    gradient. A learning rate that is too high also raises the loss.
+
+    Source: a gradient step with a small learning rate lowers the loss
+    """
 
     name = "loss-rising"
     stage = "loss"
     symptom = "The loss rises"
-    cause = (
-        "The training maximises the loss: its sign is wrong, the optimizer has maximize=True, or a custom update adds "
-        "the gradient. A learning rate that is too high also raises the loss."
-    )
-    source = "a gradient step with a small learning rate lowers the loss"
     thresholds = {
         "factor": Threshold(1.5, "the last loss over the first; noise and harder data stay below"),
         "trend": Threshold(0.8, "rank correlation of loss and step"),
@@ -661,17 +690,19 @@ def rank_correlation(values: "np.typing.NDArray[np.float64]") -> float:
 
 @DetectorRegistry.register
 class NoBetterThanUniform(Detector):
-    """Finds a classifier whose loss stays at that of equal probabilities."""
+    """Finds a classifier whose loss stays at that of equal probabilities.
+
+    The model predicts equal probabilities, so it has learned nothing from its inputs: labels that do not belong to
+    their inputs (shuffled), inputs without information, or a cause that another finding names.
+
+    Applies to: cross-entropy, after 100 steps
+
+    Source: cross-entropy of equal probabilities over C classes is ln(C)
+    """
 
     name = "no-better-than-uniform"
     stage = "loss"
     symptom = "The loss stays at ln(number of classes)"
-    cause = (
-        "The model predicts equal probabilities, so it has learned nothing from its inputs: labels that do not belong "
-        "to their inputs (shuffled), inputs without information, or a cause that another finding names."
-    )
-    source = "cross-entropy of equal probabilities over C classes is ln(C)"
-    applies_to = "cross-entropy, after 100 steps"
     thresholds = {
         "share": Threshold(0.93, "of ln(C); a training that works is far below after 100 steps"),
         "share_of_plan": Threshold(0.2, "of the planned steps, or of 1,500 if the plan is unknown"),
@@ -725,18 +756,20 @@ class NoBetterThanUniform(Detector):
 
 @DetectorRegistry.register
 class NoBetterThanFrequencies(Detector):
-    """Finds a classifier or language model that predicts how frequent its targets are, for every input."""
+    """Finds a classifier or language model that predicts how frequent its targets are, for every input.
+
+    The model predicts the frequencies of the targets for all inputs, so it has learned nothing from them: targets
+    that do not belong to their inputs (shuffled, or two dimensions mixed up), inputs without information, or a
+    cause that another finding names.
+
+    Applies to: cross-entropies without class weights, with ten targets or more for each class, after 200 steps
+
+    Source: the cross-entropy of predicting the frequencies is the entropy of the targets
+    """
 
     name = "no-better-than-frequencies"
     stage = "loss"
     symptom = "The loss falls in the first steps, to the entropy of the targets, and stays there"
-    cause = (
-        "The model predicts the frequencies of the targets for all inputs, so it has learned nothing from them: "
-        "targets that do not belong to their inputs (shuffled, or two dimensions mixed up), inputs without "
-        "information, or a cause that another finding names."
-    )
-    source = "the cross-entropy of predicting the frequencies is the entropy of the targets"
-    applies_to = "cross-entropies without class weights, with ten targets or more for each class, after 200 steps"
     thresholds = {
         "share": Threshold(0.97, "of the entropy of the same batch; models that learn from inputs are below"),
         "even": Threshold(0.93, "of ln(C), above which no-better-than-uniform reports the same"),
@@ -772,18 +805,21 @@ NEAR_MEAN = 2.0
 
 @DetectorRegistry.register
 class NoBetterThanMean(Detector):
-    """Finds a regression that always predicts the mean of its targets, or is worse than that."""
+    """Finds a regression that always predicts the mean of its targets, or is worse than that.
+
+    The model predicts the mean of its targets for all inputs, so it has learned nothing from them: targets that do
+    not belong to their inputs (shuffled, or noise drawn again), inputs without information, or a cause that another
+    finding names.
+
+    Applies to: mse_loss and binary cross-entropies without further terms, on the CPU, after 200 steps
+
+    Source: the mean squared error of the mean is the variance; the binary cross-entropy of frequencies their
+    entropy
+    """
 
     name = "no-better-than-mean"
     stage = "loss"
     symptom = "The loss of a regression stays at or far above the variance of the targets"
-    cause = (
-        "The model predicts the mean of its targets for all inputs, so it has learned nothing from them: targets that "
-        "do not belong to their inputs (shuffled, or noise drawn again), inputs without information, or a cause that "
-        "another finding names."
-    )
-    source = "the mean squared error of the mean is the variance; the binary cross-entropy of frequencies their entropy"
-    applies_to = "mse_loss and binary cross-entropies without further terms, on the CPU, after 200 steps"
     thresholds = {
         "share": Threshold(0.97, "of the variance of the same batch; targets that inputs explain by less are rare"),
         "worse": Threshold(5.0, "times the variance; critics, whose targets move, can be above it for a while"),
@@ -839,17 +875,19 @@ class NoBetterThanMean(Detector):
 
 @DetectorRegistry.register
 class LossConstant(Detector):
-    """Finds a loss that is one number, although weights and batches change."""
+    """Finds a loss that is one number, although weights and batches change.
+
+    The value of the loss depends neither on the weights nor on the batch: terms cancel, such as a model and its
+    reference that are one object, or the outputs do not reach the loss.
+
+    Applies to: losses of at least 50 steps whose weights change
+
+    Source: the loss of DPO is ln(2) where model and reference agree, Rafailov et al., arXiv 2305.18290
+    """
 
     name = "loss-constant"
     stage = "outputs"
     symptom = "The loss is the same number at every step"
-    cause = (
-        "The value of the loss depends neither on the weights nor on the batch: terms cancel, such as a model and its "
-        "reference that are one object, or the outputs do not reach the loss."
-    )
-    source = "the loss of DPO is ln(2) where model and reference agree, Rafailov et al., arXiv 2305.18290"
-    applies_to = "losses of at least 50 steps whose weights change"
     thresholds = {
         "spread": Threshold(1e-4, "of the loss; losses of different batches differ by more"),
         "steps": Threshold(50, "steps"),
@@ -879,14 +917,18 @@ class LossConstant(Detector):
 
 @DetectorRegistry.register
 class LossNotFalling(Detector):
-    """Reports a loss that has not fallen, when nothing explains it."""
+    """Reports a loss that has not fallen, when nothing explains it.
+
+    The loss is where it started. Look at the other findings first; without any, try to overfit one batch.
+
+    Applies to: positive losses, after 200 steps
+
+    Source: Karpathy, A Recipe for Training Neural Networks (2019): overfit one batch
+    """
 
     name = "loss-not-falling"
     stage = "loss"
     symptom = "The loss does not fall"
-    cause = "The loss is where it started. Look at the other findings first; without any, try to overfit one batch."
-    source = "Karpathy, A Recipe for Training Neural Networks (2019): overfit one batch"
-    applies_to = "positive losses, after 200 steps"
     thresholds = {"fall": Threshold(0.02, "trainings that work fall by more within 200 steps")}
     needs = (CHECKS,)
     waits = True
@@ -912,17 +954,18 @@ class LossNotFalling(Detector):
 
 @DetectorRegistry.register
 class LossSpike(Detector):
-    """Reports spikes of the loss from which it did not recover at once; a remark if it has recovered or falls again."""
+    """Reports spikes of the loss from which it did not recover at once; a remark if it has recovered or falls again.
+
+    The loss jumped within one step. Usual causes are rows of the data that are unlike the others, a learning rate
+    that is too high, and second moments that are out of date. loopscope rewind RUN --spike looks for the cause. A
+    remark if the loss falls from its new level, as after a change of the data or of the loss.
+
+    Source: hook loss_spikes
+    """
 
     name = "loss-spike"
     stage = "loss"
     symptom = "The loss spikes"
-    cause = (
-        "The loss jumped within one step. Usual causes are rows of the data that are unlike the others, a learning "
-        "rate that is too high, and second moments that are out of date. loopscope rewind RUN --spike looks for the "
-        "cause. A remark if the loss falls from its new level, as after a change of the data or of the loss."
-    )
-    source = "hook loss_spikes"
     thresholds = {
         "fall": Threshold(0.7, "of the level of the 20 steps after the spike: the loss falls from there"),
         "patience": Threshold(60, "steps after the spike, so that noise is no fall"),
@@ -961,16 +1004,17 @@ class LossSpike(Detector):
 
 @DetectorRegistry.register
 class LossUnbounded(Detector):
-    """Finds a loss that falls below zero ever faster."""
+    """Finds a loss that falls below zero ever faster.
+
+    The loss has no lower bound, so that the training only drives it further below zero: a term with the wrong sign,
+    a distance that should be limited by a margin, or a likelihood whose variance may shrink to 0.
+
+    Source: a loss that trains a model has a minimum
+    """
 
     name = "loss-unbounded"
     stage = "loss"
     symptom = "The loss becomes negative and falls ever faster"
-    cause = (
-        "The loss has no lower bound, so that the training only drives it further below zero: a term with the wrong "
-        "sign, a distance that should be limited by a margin, or a likelihood whose variance may shrink to 0."
-    )
-    source = "a loss that trains a model has a minimum"
     thresholds = {
         "size": Threshold(30.0, "times the first loss; likelihoods of continuous data become less negative"),
         "speed": Threshold(1.2, "fall in the last third over that in the second; trainings slow down"),
@@ -1026,18 +1070,19 @@ def validation_rises(history: History) -> bool:
 
 @DetectorRegistry.register
 class TrainValidationDiverging(Detector):
-    """Finds a model that memorises its training data."""
+    """Finds a model that memorises its training data.
+
+    The model memorises the training data. Stop at the best validation loss, use more or more varied data, weight
+    decay or dropout, and check for rows that occur several times. If the validation loss was high from the start,
+    its data are prepared differently. A remark if the validation accuracy still rises: the model may only be
+    overconfident, or generalise late.
+
+    Source: early stopping, Prechelt 1998
+    """
 
     name = "train-validation-diverging"
     stage = "validation"
     symptom = "The validation loss rises while the training loss falls"
-    cause = (
-        "The model memorises the training data. Stop at the best validation loss, use more or more varied data, weight "
-        "decay or dropout, and check for rows that occur several times. If the validation loss was high from the "
-        "start, its data are prepared differently. A remark if the validation accuracy still rises: the model may only "
-        "be overconfident, or generalise late."
-    )
-    source = "early stopping, Prechelt 1998"
     thresholds = {
         "rise": Threshold(1.3, "validation loss over its minimum; noise and mild overfitting stay below"),
         "memorised_rise": Threshold(1.15, "the same limit if the training loss is below 2 % of the validation loss"),
@@ -1247,17 +1292,19 @@ class TrainValidationDiverging(Detector):
 
 @DetectorRegistry.register
 class ValidationBetter(Detector):
-    """Reports a validation loss that is clearly below the training loss without dropout."""
+    """Reports a validation loss that is clearly below the training loss without dropout.
+
+    Suspicious: without dropout and augmentation the validation loss should not be clearly lower. Rows of the
+    validation set may be in the training set, it may be easier, or the loss may be computed differently.
+
+    Applies to: runs without dropout that report a validation loss
+
+    Source: a training loss averaged over an epoch lags behind by half an epoch, which is a smaller difference
+    """
 
     name = "validation-better-than-training"
     stage = "validation"
     symptom = "The validation loss is below the training loss"
-    cause = (
-        "Suspicious: without dropout and augmentation the validation loss should not be clearly lower. Rows of the "
-        "validation set may be in the training set, it may be easier, or the loss may be computed differently."
-    )
-    source = "a training loss averaged over an epoch lags behind by half an epoch, which is a smaller difference"
-    applies_to = "runs without dropout that report a validation loss"
     thresholds = {"ratio": Threshold(0.7, "validation over training loss at the end, where a lag is small")}
     needs = ("training_metrics", CHECKS)
     waits = True

@@ -16,17 +16,18 @@ from .parameters import names_text
 
 @DetectorRegistry.register
 class EvalModeInTraining(Detector):
-    """Finds a model that is trained in eval mode."""
+    """Finds a model that is trained in eval mode.
+
+    The model is in eval mode in its training steps: model.train() is missing, before the training or after an
+    evaluation. Models of from_pretrained are in eval mode at first. It is also reported if only scope.evaluate
+    restores train mode.
+
+    Source: torch.nn.Module.eval
+    """
 
     name = "model-in-eval-mode"
     stage = "evaluation"
     symptom = "Dropout and batch normalisation have no effect"
-    cause = (
-        "The model is in eval mode in its training steps: model.train() is missing, before the training or after an "
-        "evaluation. Models of from_pretrained are in eval mode at first. It is also reported if only scope.evaluate "
-        "restores train mode."
-    )
-    source = "torch.nn.Module.eval"
     needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -72,18 +73,20 @@ class EvalModeInTraining(Detector):
 
 @DetectorRegistry.register
 class BatchNormFrozen(Detector):
-    """Finds trained batch normalisations whose statistics do not change."""
+    """Finds trained batch normalisations whose statistics do not change.
+
+    Batch normalisations with trainable parameters or with their initial statistics are in eval mode, or have a
+    momentum of 0, so that they normalise with old statistics or not at all. Call train() on them, or freeze them
+    completely after they were trained.
+
+    Applies to: models with batch normalisation
+
+    Source: torch.nn.BatchNorm2d: momentum, track_running_stats
+    """
 
     name = "batchnorm-frozen"
     stage = "evaluation"
     symptom = "Training and validation differ with batch normalisation"
-    cause = (
-        "Batch normalisations with trainable parameters or with their initial statistics are in eval mode, or have a "
-        "momentum of 0, so that they normalise with old statistics or not at all. Call train() on them, or freeze them "
-        "completely after they were trained."
-    )
-    source = "torch.nn.BatchNorm2d: momentum, track_running_stats"
-    applies_to = "models with batch normalisation"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the start-up facts."""
@@ -120,18 +123,20 @@ class BatchNormFrozen(Detector):
 
 @DetectorRegistry.register
 class RunningStatisticsUnlike(Detector):
-    """Finds batch normalisations whose running statistics are those of the last batch only."""
+    """Finds batch normalisations whose running statistics are those of the last batch only.
+
+    Running statistics of batch normalisation follow the last batches instead of averaging: momentum is the weight
+    of the new batch in torch, 0.1 by default, and of the old value in Keras, 0.99. With small batches eval mode
+    then normalises by noise.
+
+    Applies to: models with batch normalisation
+
+    Source: torch.nn.BatchNorm1d: momentum, different from the one used in optimizers
+    """
 
     name = "batchnorm-momentum"
     stage = "evaluation"
     symptom = "The loss in eval mode is far worse than in train mode, also on the training data"
-    cause = (
-        "Running statistics of batch normalisation follow the last batches instead of averaging: momentum is the "
-        "weight of the new batch in torch, 0.1 by default, and of the old value in Keras, 0.99. With small batches "
-        "eval mode then normalises by noise."
-    )
-    source = "torch.nn.BatchNorm1d: momentum, different from the one used in optimizers"
-    applies_to = "models with batch normalisation"
     thresholds = {
         "momentum": Threshold(0.5, "half of the statistics is the last batch; usual are 0.01 to 0.1"),
         "ratio": Threshold(2.0, "loss of the training data in eval mode over that in train mode"),
@@ -177,17 +182,19 @@ class RunningStatisticsUnlike(Detector):
 
 @DetectorRegistry.register
 class DropoutTooStrong(Rule):
-    """Finds dropout that leaves hardly anything of its inputs."""
+    """Finds dropout that leaves hardly anything of its inputs.
+
+    A dropout layer sets nearly all of its inputs to zero. The argument p of nn.Dropout is the probability of a
+    zero, not of keeping a value; usual values are 0.1 to 0.5.
+
+    Applies to: models with dropout
+
+    Source: Srivastava et al., Dropout, 2014, section 7.3: best between 0.2 and 0.6; torch.nn.Dropout: p
+    """
 
     name = "dropout-too-strong"
     stage = "set-up"
     symptom = "The training loss stays high, and the validation loss is far lower"
-    cause = (
-        "A dropout layer sets nearly all of its inputs to zero. The argument p of nn.Dropout is the probability of a "
-        "zero, not of keeping a value; usual values are 0.1 to 0.5."
-    )
-    source = "Srivastava et al., Dropout, 2014, section 7.3: best between 0.2 and 0.6; torch.nn.Dropout: p"
-    applies_to = "models with dropout"
     thresholds = {"probability": Threshold(0.85, "above every value that is in use")}
     read = staticmethod(fact)
     metric = "facts/largest_dropout"
@@ -203,20 +210,20 @@ class DropoutTooStrong(Rule):
 
 @DetectorRegistry.register
 class EvaluationInTrainMode(Rule):
-    """Finds evaluations that run the model in train mode."""
+    """Finds evaluations that run the model in train mode.
+
+    The model is evaluated in train mode, so that dropout is active and batch normalisation uses the statistics of
+    the batch. Call model.eval() before the evaluation, or use scope.evaluate.
+
+    Applies to: models with dropout or batch normalisation that are evaluated in scope.evaluate, or after the data
+    of an epoch by a loop that reports numbers to scope.epoch_end
+
+    Source: torch.nn.Module.eval
+    """
 
     name = "evaluation-in-train-mode"
     stage = "evaluation"
     symptom = "Validation numbers are noisy or too bad"
-    cause = (
-        "The model is evaluated in train mode, so that dropout is active and batch normalisation uses the statistics "
-        "of the batch. Call model.eval() before the evaluation, or use scope.evaluate."
-    )
-    source = "torch.nn.Module.eval"
-    applies_to = (
-        "models with dropout or batch normalisation that are evaluated in scope.evaluate, or after the data of an "
-        "epoch by a loop that reports numbers to scope.epoch_end"
-    )
     read = staticmethod(alert)
     metric = "evaluation/train_mode"
     why = (
@@ -229,17 +236,19 @@ class EvaluationInTrainMode(Rule):
 
 @DetectorRegistry.register
 class OptimizerReplaced(Rule):
-    """Finds steps of an optimizer that is not attached over the parameters of the model."""
+    """Finds steps of an optimizer that is not attached over the parameters of the model.
+
+    The script has created another optimizer for the same parameters, and steps that one: hooks observe only the
+    attached optimizer. Close the scope and attach the new optimizer, or give attach(model, [first, second]) both.
+
+    Applies to: custom loops
+
+    Source: torch.optim.optimizer.register_optimizer_step_post_hook
+    """
 
     name = "optimizer-replaced"
     stage = "set-up"
     symptom = "Hooks report nothing after some step, or count all later steps as skipped"
-    cause = (
-        "The script has created another optimizer for the same parameters, and steps that one: hooks observe only the "
-        "attached optimizer. Close the scope and attach the new optimizer, or give attach(model, [first, second]) both."
-    )
-    source = "torch.optim.optimizer.register_optimizer_step_post_hook"
-    applies_to = "custom loops"
     read = staticmethod(alert)
     metric = "optimizers/other_optimizer"
     why = (
@@ -252,19 +261,21 @@ class OptimizerReplaced(Rule):
 
 @DetectorRegistry.register
 class DropoutInEvaluation(Detector):
-    """Finds dropout that is active in eval mode."""
+    """Finds dropout that is active in eval mode.
+
+    The model calls functional.dropout, whose argument training is True by default, or scaled_dot_product_attention
+    with dropout_p: both drop elements in eval mode, too. Pass training=self.training, and dropout_p=self.dropout if
+    self.training else 0.0. Or modules are in a list or dict, where model.eval() does not reach them: use
+    nn.ModuleList or nn.ModuleDict.
+
+    Applies to: models that are evaluated in scope.evaluate, or by experiments, and are not compiled
+
+    Source: torch.nn.functional.dropout: training (default True)
+    """
 
     name = "dropout-in-evaluation"
     stage = "evaluation"
     symptom = "Validation numbers are worse than those in training, and differ from call to call"
-    cause = (
-        "The model calls functional.dropout, whose argument training is True by default, or "
-        "scaled_dot_product_attention with dropout_p: both drop elements in eval mode, too. Pass "
-        "training=self.training, and dropout_p=self.dropout if self.training else 0.0. Or modules are in a list or "
-        "dict, where model.eval() does not reach them: use nn.ModuleList or nn.ModuleDict."
-    )
-    source = "torch.nn.functional.dropout: training (default True)"
-    applies_to = "models that are evaluated in scope.evaluate, or by experiments, and are not compiled"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the alert of the first evaluation."""

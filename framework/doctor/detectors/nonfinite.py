@@ -14,17 +14,18 @@ from ..levels import gradient_norms
 
 @DetectorRegistry.register
 class NonFinite(Detector):
-    """Reports the first NaN or infinite value, with its producer and rows."""
+    """Reports the first NaN or infinite value, with its producer and rows.
+
+    The hook first_nonfinite names the module, the gradient, the row of the data or the optimizer that made the
+    first NaN or infinite value. Usual causes are a learning rate that is too high, a division by zero or a root of
+    zero, invalid data, and float16.
+
+    Source: IEEE 754: NaN in one element spreads to all weights within one step
+    """
 
     name = "nonfinite"
     stage = "nonfinite"
     symptom = "The loss is NaN"
-    cause = (
-        "The hook first_nonfinite names the module, the gradient, the row of the data or the optimizer that made the "
-        "first NaN or infinite value. Usual causes are a learning rate that is too high, a division by zero or a root "
-        "of zero, invalid data, and float16."
-    )
-    source = "IEEE 754: NaN in one element spreads to all weights within one step"
     needs = ("first_nonfinite",)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -115,18 +116,19 @@ def _first_step(history: History) -> int | None:
 
 @DetectorRegistry.register
 class SkippedSteps(Detector):
-    """Finds a loss scaler that skips most steps."""
+    """Finds a loss scaler that skips most steps.
+
+    The loss scaler skips a step when gradients overflow in float16, and lowers its scale. If it skips most steps,
+    some value overflows at any scale: use bfloat16, or find the layer with the hook activations (max_abs).
+
+    Applies to: float16 with a loss scaler
+
+    Source: Micikevicius et al., arXiv 1710.03740
+    """
 
     name = "scaler-skips-steps"
     stage = "gradients"
     symptom = "The loss does not fall with float16"
-    cause = (
-        "The loss scaler skips a step when gradients overflow in float16, and lowers its scale. If it skips most "
-        "steps, some value overflows at any scale: use bfloat16, or find the layer with the hook activations "
-        "(max_abs)."
-    )
-    source = "Micikevicius et al., arXiv 1710.03740"
-    applies_to = "float16 with a loss scaler"
     thresholds = {
         "share": Threshold(0.3, "a healthy scaler skips a few steps at the start and one in about 2,000 later")
     }

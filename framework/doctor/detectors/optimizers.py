@@ -18,17 +18,19 @@ def _number(value: object) -> float:
 
 @DetectorRegistry.register
 class ClippingTooStrong(Detector):
-    """Finds clipping that shrinks nearly every gradient by a large factor."""
+    """Finds clipping that shrinks nearly every gradient by a large factor.
+
+    Nearly every gradient is clipped to a small part of its norm, so under SGD the steps are that much smaller.
+    Choose a threshold near the usual gradient norm.
+
+    Applies to: every optimizer; under Adam, which ignores the scale, it is a remark
+
+    Source: Pascanu et al., arXiv 1211.5063: a threshold at the average norm, or up to ten times it
+    """
 
     name = "clipping-too-strong"
     stage = "updates"
     symptom = "The loss falls very slowly with clipping"
-    cause = (
-        "Nearly every gradient is clipped to a small part of its norm, so under SGD the steps are that much smaller. "
-        "Choose a threshold near the usual gradient norm."
-    )
-    source = "Pascanu et al., arXiv 1211.5063: a threshold at the average norm, or up to ten times it"
-    applies_to = "every optimizer; under Adam, which ignores the scale, it is a remark"
     thresholds = {
         "clipped": Threshold(0.9, "of the steps; clipping is meant for exceptions"),
         "factor": Threshold(0.1, "what remains of the gradient norm"),
@@ -91,14 +93,18 @@ def _scale_of_clipping(history: History, norms: "np.typing.NDArray[np.float64]")
 
 @DetectorRegistry.register
 class EpsilonTooLarge(Detector):
-    """Finds an eps of Adam that is larger than the gradients."""
+    """Finds an eps of Adam that is larger than the gradients.
+
+    Adam's eps exceeds the size of most gradients, so that steps shrink with them. The default is 1e-8.
+
+    Applies to: Adam-type optimizers
+
+    Source: Kingma and Ba, arXiv 1412.6980
+    """
 
     name = "optimizer-eps-too-large"
     stage = "set-up"
     symptom = "Adam learns as slowly as SGD"
-    cause = "Adam's eps exceeds the size of most gradients, so that steps shrink with them. The default is 1e-8."
-    source = "Kingma and Ba, arXiv 1412.6980"
-    applies_to = "Adam-type optimizers"
     thresholds = {
         "share": Threshold(0.8, "of the elements whose second moment is below eps squared"),
         "eps": Threshold(1e-5, "usual are 1e-8 to 1e-6"),
@@ -124,17 +130,19 @@ class EpsilonTooLarge(Detector):
 
 @DetectorRegistry.register
 class MomentumUnusual(Detector):
-    """Finds swapped betas, and momentum so close to 1 that the training oscillates."""
+    """Finds swapped betas, and momentum so close to 1 that the training oscillates.
+
+    Adam's betas are swapped, or the momentum is so close to 1 that gradients of many hundred steps ago count. Usual
+    are betas=(0.9, 0.999) or (0.9, 0.95), and a momentum of 0.9.
+
+    Applies to: before the first step
+
+    Source: Kingma and Ba, arXiv 1412.6980; torch.optim.SGD
+    """
 
     name = "momentum-unusual"
     stage = "set-up"
     symptom = "The loss oscillates or reacts with delay"
-    cause = (
-        "Adam's betas are swapped, or the momentum is so close to 1 that gradients of many hundred steps ago count. "
-        "Usual are betas=(0.9, 0.999) or (0.9, 0.95), and a momentum of 0.9."
-    )
-    source = "Kingma and Ba, arXiv 1412.6980; torch.optim.SGD"
-    applies_to = "before the first step"
     thresholds = {"momentum": Threshold(0.995, "an average over 200 steps; recipes use up to 0.99")}
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -161,16 +169,17 @@ class MomentumUnusual(Detector):
 
 @DetectorRegistry.register
 class WeightsShrink(Detector):
-    """Finds weight decay that shrinks the weights faster than the gradient trains them."""
+    """Finds weight decay that shrinks the weights faster than the gradient trains them.
+
+    The weight norm falls to a small part of its initial value and the loss does not fall: weight decay times
+    learning rate is too large. Usual are a weight decay of 0.01 to 0.1 for AdamW and 1e-4 for SGD.
+
+    Source: Loshchilov and Hutter, arXiv 1711.05101
+    """
 
     name = "weight-decay-too-large"
     stage = "set-up"
     symptom = "All weights go to zero"
-    cause = (
-        "The weight norm falls to a small part of its initial value and the loss does not fall: weight decay times "
-        "learning rate is too large. Usual are a weight decay of 0.01 to 0.1 for AdamW and 1e-4 for SGD."
-    )
-    source = "Loshchilov and Hutter, arXiv 1711.05101"
     thresholds = {
         "shrinkage": Threshold(0.5, "of the initial norm; trainings that work keep or raise it"),
         "per_step": Threshold(0.02, "a weight without gradient is halved within 35 steps; usual are 1e-6 to 1e-3"),

@@ -34,18 +34,20 @@ SHARES_OF_RIGHT = frozenset({"acc", "accuracy"})
 
 @DetectorRegistry.register
 class OutputsIgnoreInputs(Detector):
-    """Finds a model whose outputs are the same for all rows."""
+    """Finds a model whose outputs are the same for all rows.
+
+    The outputs do not depend on the inputs: a mask that hides all of them (inverted), a layer whose output is
+    multiplied by 0 or not used, all units dead, or a term of the loss, such as a KL divergence that is summed while
+    the others are averaged, that outweighs the one that compares outputs and targets.
+
+    Applies to: cross-entropies, binary ones and losses of numbers, on the CPU, after 200 steps
+
+    Source: Lucas et al., arXiv 1911.02469, on the collapse of autoencoders; the information of rows in predictions
+    """
 
     name = "outputs-ignore-inputs"
     stage = "outputs"
     symptom = "The model gives the same output for every row"
-    cause = (
-        "The outputs do not depend on the inputs: a mask that hides all of them (inverted), a layer whose output is "
-        "multiplied by 0 or not used, all units dead, or a term of the loss, such as a KL divergence that is summed "
-        "while the others are averaged, that outweighs the one that compares outputs and targets."
-    )
-    source = "Lucas et al., arXiv 1911.02469, on the collapse of autoencoders; the information of rows in predictions"
-    applies_to = "cross-entropies, binary ones and losses of numbers, on the CPU, after 200 steps"
     thresholds = {
         "variation": Threshold(
             1e-6, "of the targets; models of shuffled labels see their inputs and vary by more than 1e-4"
@@ -97,21 +99,21 @@ def curve_name(metric: str) -> str:
 
 @DetectorRegistry.register
 class ScoreContradictsLoss(Detector):
-    """Finds a score that stays low although the loss is that of a model that is right."""
+    """Finds a score that stays low although the loss is that of a model that is right.
+
+    Loss and score do not judge the same: the loss leaves out or rewards something (an ignored class, a decoder that
+    sees its targets, a frequent background), or the score compares something else than predictions and targets, or
+    runs the model in another way. Compute both by hand on one batch.
+
+    Applies to: evaluations with a score in its name, such as acc, iou, dice, f1, exact or recall
+
+    Source: a wrong class has a probability of at most 1/2 and costs ln 2 or more, so that the share of wrong rows
+    is at most loss / ln 2; Lin et al., arXiv 1708.02002, for scores of 0 at frequent backgrounds
+    """
 
     name = "score-contradicts-loss"
     stage = "validation"
     symptom = "The loss falls to almost nothing, but a score stays low"
-    cause = (
-        "Loss and score do not judge the same: the loss leaves out or rewards something (an ignored class, a decoder "
-        "that sees its targets, a frequent background), or the score compares something else than predictions and "
-        "targets, or runs the model in another way. Compute both by hand on one batch."
-    )
-    source = (
-        "a wrong class has a probability of at most 1/2 and costs ln 2 or more, so that the share of wrong rows is at "
-        "most loss / ln 2; Lin et al., arXiv 1708.02002, for scores of 0 at frequent backgrounds"
-    )
-    applies_to = "evaluations with a score in its name, such as acc, iou, dice, f1, exact or recall"
     thresholds = {
         "evaluations": Threshold(3, "scores of hard tasks are low in the first ones"),
         "zeros": Threshold(5, "evaluations with a score of exactly 0, at any loss that has fallen by half"),

@@ -19,16 +19,17 @@ def names_text(fact: Mapping[str, Any]) -> str:
 
 @DetectorRegistry.register
 class WithoutOptimizer(Detector):
-    """Finds trainable parameters that no optimizer holds."""
+    """Finds trainable parameters that no optimizer holds.
+
+    Trainable parameters are in no optimizer: it was created before a layer was added, replaced or resized, or for a
+    part of the model only. Create the optimizer last, from all parameters, or set requires_grad to False.
+
+    Source: start-up facts
+    """
 
     name = "parameters-without-optimizer"
     stage = "set-up"
     symptom = "Some layers never change"
-    cause = (
-        "Trainable parameters are in no optimizer: it was created before a layer was added, replaced or resized, or "
-        "for a part of the model only. Create the optimizer last, from all parameters, or set requires_grad to False."
-    )
-    source = "start-up facts"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the optimizers miss trainable parameters."""
@@ -62,16 +63,17 @@ class WithoutOptimizer(Detector):
 
 @DetectorRegistry.register
 class LayersNotRegistered(Detector):
-    """Finds layers in Python lists, tuples or dicts, and tensors that are not parameters."""
+    """Finds layers in Python lists, tuples or dicts, and tensors that are not parameters.
+
+    Layers in a Python list, tuple or dict, and tensors with requires_grad that are not an nn.Parameter, are not in
+    model.parameters(): they are not trained, saved or moved. Use nn.ModuleList, nn.ModuleDict or nn.Parameter.
+
+    Source: torch.nn.ModuleList: modules it contains are properly registered
+    """
 
     name = "layers-not-registered"
     stage = "set-up"
     symptom = "Some layers never change"
-    cause = (
-        "Layers in a Python list, tuple or dict, and tensors with requires_grad that are not an nn.Parameter, are not "
-        "in model.parameters(): they are not trained, saved or moved. Use nn.ModuleList, nn.ModuleDict or nn.Parameter."
-    )
-    source = "torch.nn.ModuleList: modules it contains are properly registered"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if attributes of the model hold unregistered parameters that no optimizer trains."""
@@ -92,16 +94,17 @@ class LayersNotRegistered(Detector):
 
 @DetectorRegistry.register
 class FrozenInOptimizer(Detector):
-    """Finds optimizer entries that do not require a gradient."""
+    """Finds optimizer entries that do not require a gradient.
+
+    The optimizer holds parameters with requires_grad=False. This is usual when a script freezes a base model and
+    passes model.parameters(); it is a mistake if these layers should be trained.
+
+    Source: start-up facts
+    """
 
     name = "frozen-parameters-in-optimizer"
     stage = "evaluation"
     symptom = "Some layers never change"
-    cause = (
-        "The optimizer holds parameters with requires_grad=False. This is usual when a script freezes a base model "
-        "and passes model.parameters(); it is a mistake if these layers should be trained."
-    )
-    source = "start-up facts"
     thresholds = {
         "trainable_share": Threshold(0.5, "more than half of the model is trainable, so it is not a frozen base model"),
         "nearly_all": Threshold(0.8, "of the model is trainable: a frozen base that is so small is probably a mistake"),
@@ -133,18 +136,20 @@ def _has_frozen_start(history: History) -> bool:
 
 @DetectorRegistry.register
 class FrozenUntrained(Detector):
-    """Finds frozen layers whose weights are those of a fresh initialisation."""
+    """Finds frozen layers whose weights are those of a fresh initialisation.
+
+    The frozen layers have the weights of an initialisation and not of a training: the checkpoint was not loaded, as
+    with load_state_dict(strict=False) and keys of another prefix, or the model was created again. Print the missing
+    and unexpected keys that load_state_dict returns.
+
+    Applies to: frozen layers with weights of at least 64 elements
+
+    Source: torch.nn.Module.load_state_dict: strict; torch draws initial weights from a uniform distribution
+    """
 
     name = "frozen-layers-untrained"
     stage = "set-up"
     symptom = "Fine-tuning is much worse than expected"
-    cause = (
-        "The frozen layers have the weights of an initialisation and not of a training: the checkpoint was not loaded, "
-        "as with load_state_dict(strict=False) and keys of another prefix, or the model was created again. Print the "
-        "missing and unexpected keys that load_state_dict returns."
-    )
-    source = "torch.nn.Module.load_state_dict: strict; torch draws initial weights from a uniform distribution"
-    applies_to = "frozen layers with weights of at least 64 elements"
     thresholds = {"share": Threshold(0.5, "of the frozen layers; a training leaves no weights uniformly distributed")}
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -165,16 +170,17 @@ class FrozenUntrained(Detector):
 
 @DetectorRegistry.register
 class DecayedVectors(Detector):
-    """Reports biases and norm gains in a group with weight decay."""
+    """Reports biases and norm gains in a group with weight decay.
+
+    Weight decay also acts on biases and on the gains of normalisation layers, as in AdamW(model.parameters()). Many
+    recipes for transformers exclude them; the effect is usually small.
+
+    Source: Loshchilov and Hutter, arXiv 1711.05101; minGPT's parameter groups
+    """
 
     name = "weight-decay-on-vectors"
     stage = "evaluation"
     symptom = "A question about weight decay"
-    cause = (
-        "Weight decay also acts on biases and on the gains of normalisation layers, as in AdamW(model.parameters()). "
-        "Many recipes for transformers exclude them; the effect is usually small."
-    )
-    source = "Loshchilov and Hutter, arXiv 1711.05101; minGPT's parameter groups"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a remark if vectors are decayed."""

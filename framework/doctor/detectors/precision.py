@@ -16,17 +16,19 @@ NO_RATE = 1e-4
 
 @DetectorRegistry.register
 class RoundedUpdates(Detector):
-    """Finds 16-bit weights whose updates are lost to rounding."""
+    """Finds 16-bit weights whose updates are lost to rounding.
+
+    bfloat16 has 8 bits of precision: an update below 0.2 % of a weight is rounded away. Keep float32 weights and
+    use autocast, or an optimizer with stochastic rounding.
+
+    Applies to: bfloat16 and float16 weights
+
+    Source: Zamirai et al., arXiv 2010.06192
+    """
 
     name = "rounded-updates"
     stage = "updates"
     symptom = "Weights in bfloat16 stop changing"
-    cause = (
-        "bfloat16 has 8 bits of precision: an update below 0.2 % of a weight is rounded away. Keep float32 weights and "
-        "use autocast, or an optimizer with stochastic rounding."
-    )
-    source = "Zamirai et al., arXiv 2010.06192"
-    applies_to = "bfloat16 and float16 weights"
     thresholds = {
         "measured": Threshold(0.7, "share of gradient updates that rounding removes"),
         "expected": Threshold(
@@ -68,17 +70,19 @@ def _rounds_stochastically(history: History) -> bool:
 
 @DetectorRegistry.register
 class Float16WithoutScaler(Detector):
-    """Finds float16 gradients without a loss scaler."""
+    """Finds float16 gradients without a loss scaler.
+
+    Gradients below 6e-8 become 0 in float16, and Adam's eps of 1e-8 as well. Use torch.amp.GradScaler with float32
+    weights, or bfloat16.
+
+    Applies to: float16 weights or autocast to float16
+
+    Source: Micikevicius et al., arXiv 1710.03740, section 3.2
+    """
 
     name = "float16-without-scaler"
     stage = "set-up"
     symptom = "The loss stops falling in float16"
-    cause = (
-        "Gradients below 6e-8 become 0 in float16, and Adam's eps of 1e-8 as well. Use torch.amp.GradScaler with "
-        "float32 weights, or bfloat16."
-    )
-    source = "Micikevicius et al., arXiv 1710.03740, section 3.2"
-    applies_to = "float16 weights or autocast to float16"
     needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -103,17 +107,19 @@ class Float16WithoutScaler(Detector):
 
 @DetectorRegistry.register
 class GradientsNotUnscaled(Detector):
-    """Finds updates by gradients that are still multiplied by the loss scale."""
+    """Finds updates by gradients that are still multiplied by the loss scale.
+
+    optimizer.step() is called in place of scaler.step(optimizer), so that the update uses gradients that are
+    multiplied by the loss scale.
+
+    Applies to: trainings with a loss scaler
+
+    Source: torch.amp documentation: scaler.step unscales the gradients
+    """
 
     name = "gradients-not-unscaled"
     stage = "set-up"
     symptom = "The first step with a loss scaler destroys the weights"
-    cause = (
-        "optimizer.step() is called in place of scaler.step(optimizer), so that the update uses gradients that are "
-        "multiplied by the loss scale."
-    )
-    source = "torch.amp documentation: scaler.step unscales the gradients"
-    applies_to = "trainings with a loss scaler"
     needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -140,16 +146,17 @@ def _rate_was_zero(history: History, steps: "np.typing.NDArray[np.int64]") -> bo
 
 @DetectorRegistry.register
 class OptimizerWithoutEffect(Detector):
-    """Finds steps of the optimizer that change no weight."""
+    """Finds steps of the optimizer that change no weight.
+
+    There are gradients and a learning rate, but optimizer.step() changes nothing: zero_grad() is called between
+    backward() and step(), or the optimizer holds other tensors than the model.
+
+    Source: torch.optim documentation: the order of backward, step and zero_grad
+    """
 
     name = "optimizer-without-effect"
     stage = "updates"
     symptom = "The loss does not change at all"
-    cause = (
-        "There are gradients and a learning rate, but optimizer.step() changes nothing: zero_grad() is called between "
-        "backward() and step(), or the optimizer holds other tensors than the model."
-    )
-    source = "torch.optim documentation: the order of backward, step and zero_grad"
     thresholds = {"checks": Threshold(2, "one step may be skipped by a loss scaler")}
     needs = (CHECKS,)
     waits = True

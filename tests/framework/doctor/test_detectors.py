@@ -14,6 +14,8 @@ from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import HookRegistry, Series
 from loopscope.training_hooks import TrainingChecks
 
+from docs.findings import paragraphs
+
 DETECTORS = all_detectors()
 IDS = [detector.name for detector in DETECTORS]
 
@@ -36,7 +38,11 @@ def test_detector_explains_itself(detector: Detector) -> None:
     """Names, texts, limits, the stage and references to hooks are complete."""
     assert detector.name == detector.name.lower()
     assert " " not in detector.name
-    assert all(text.strip() for text in (detector.symptom, detector.cause, detector.applies_to))
+    cause, texts = paragraphs(detector)
+    assert detector.symptom.strip()
+    assert cause.endswith(".")
+    assert texts.keys() <= {"applies to", "source"}
+    assert all(texts.values())
     assert all(limit.reason for limit in detector.thresholds.values())
     assert detector.stage in get_args(Stage)[1:]
     assert set(detector.needs) <= {TrainingChecks.name, *HookRegistry.names()}
@@ -45,7 +51,7 @@ def test_detector_explains_itself(detector: Detector) -> None:
 @pytest.mark.parametrize(("share", "why"), [(0.5, ["50% of the labels are wrong."]), (0.1, []), (math.nan, [])])
 def test_rule_compares_value_with_limit(share: float, why: list[str]) -> None:
     class WrongLabels(Rule):
-        name, symptom, cause = "wrong-labels", "The loss stays high", "Labels are wrong."
+        name, symptom = "wrong-labels", "The loss stays high"
         thresholds = {"share": Threshold(0.1, "data sets have a few percent")}
         read = staticmethod(median)
         metric, above, usual = "mine/wrong_fraction", "share", "0 to 0.05"
@@ -99,7 +105,6 @@ class Broken(Detector):
 
     name = "broken"
     symptom = "none"
-    cause = "none"
 
     def detect(self, history: History) -> list[Finding]:
         """Divide by zero."""
