@@ -41,7 +41,7 @@ def _section(detector: Detector) -> Iterator[str]:
     yield "| | |"
     yield "|---|---|"
     yield f"| applies to | {texts.get('applies to', 'every optimizer, at any step')} |"
-    for name, limit in detector.thresholds.items():
+    for name, limit in detector.thresholds().items():
         yield f"| limit `{name}` | {_limit(limit)} |"
     if detector.needs:
         yield f"| needs | {', '.join(f'[`{hook}`](hooks/{hook}.md)' for hook in detector.needs)} |"

@@ -2,10 +2,9 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, get_args, overload
 
 from ..errors import UsageError, listed
 from ..hooks import Severity
@@ -17,10 +16,17 @@ from .stages import Stage
 
 @dataclass(frozen=True)
 class Threshold:
-    """A limit of a detector, with the reason for its value."""
+    """A limit of a detector with the reason for its value, as an attribute of the class: objects see the value."""
 
     value: float
     reason: str
+
+    @overload
+    def __get__(self, detector: None, owner: type[Any]) -> "Threshold": ...
+    @overload
+    def __get__(self, detector: object, owner: type[Any]) -> float: ...
+    def __get__(self, detector: object, owner: type[Any]) -> "Threshold | float":
+        return self if detector is None else self.value
 
 
 class Detector(ABC):
@@ -38,8 +44,6 @@ class Detector(ABC):
     """Id of the findings: words joined by hyphens."""
     symptom: ClassVar[str]
     """What a user sees, as a heading of that page."""
-    thresholds: ClassVar[Mapping[str, Threshold]] = MappingProxyType({})
-    """The limits by name, each with the reason for its value."""
     needs: ClassVar[tuple[str, ...]] = ()
     """Names of the hooks whose metrics the detector reads; empty for start-up facts."""
     stage: ClassVar[Stage] = ""
@@ -56,9 +60,10 @@ class Detector(ABC):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return the findings about a history, usually none or one."""
 
-    def limit(self, name: str) -> float:
-        """Return the value of a threshold."""
-        return self.thresholds[name].value
+    @classmethod
+    def thresholds(cls) -> dict[str, Threshold]:
+        """Return the limits of the detector by name."""
+        return {name: item for name, item in vars(cls).items() if isinstance(item, Threshold)}
 
     def finding(
         self, severity: Severity, step: int, why: str, next_step: str, *evidence: Evidence, confidence: float = 0.9

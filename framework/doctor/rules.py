@@ -65,7 +65,7 @@ class Rule(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the value is above the limit."""
         value, step = type(self).read(history, self.metric)
-        limit = self.limit(self.above) if self.above else 0
+        limit = getattr(self, self.above) if self.above else 0
         if value > limit:
             evidence = Evidence(self.metric, value, limit, self.usual)
             why = self.why.format(value=value, step=step)

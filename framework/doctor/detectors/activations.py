@@ -27,13 +27,9 @@ class DeadUnits(Detector):
     name = "dead-units"
     stage = "activations"
     symptom = "A layer gives the same output for all inputs"
-    thresholds = {
-        "share": Threshold(0.5, "of the units; small batches let up to a third of ReLU units look dead"),
-        "checks": Threshold(2, "one batch may not activate a unit"),
-        "harmful": Threshold(
-            0.75, "smaller shares are a remark if the loss has fallen by 80 %: the remaining units learn"
-        ),
-    }
+    share = Threshold(0.5, "of the units; small batches let up to a third of ReLU units look dead")
+    checks = Threshold(2, "one batch may not activate a unit")
+    harmful = Threshold(0.75, "smaller shares are a remark if the loss has fallen by 80 %: the remaining units learn")
     needs = ("activations", "training_checks")
     waits = True
 
@@ -48,27 +44,27 @@ class DeadUnits(Detector):
             return
         worst = max(dead, key=lambda name: dead[name].last)
         curve = dead[worst]
-        learns_anyway = curve.last < self.limit("harmful") and loss_fall(history) > 0.8
+        learns_anyway = curve.last < self.harmful and loss_fall(history) > 0.8
         is_fatal = curve.last > 0.95 and falls_short(history, 0.2)
         yield self.finding(
             "critical" if is_fatal else "info" if learns_anyway else "warning",
-            curve.first_step_where(curve.values > self.limit("share")) or curve.first_step,
+            curve.first_step_where(curve.values > self.share) or curve.first_step,
             f"{curve.last:.0%} of the units of {worst} are dead: they have the same value for all rows of the batch "
             f"and get no gradient ({len(dead)} {'layer' if len(dead) == 1 else 'layers'}: {listed(sorted(dead), 3)}).",
             "Check the initialisation, biases and the scale of the inputs."
-            if curve.first > self.limit("share") and curve.first_step <= 1
+            if curve.first > self.share and curve.first_step <= 1
             else "Lower the learning rate, check biases and the scale of the inputs, or use GELU or LeakyReLU.",
-            Evidence(f"{metric}/{worst}", curve.last, self.limit("share"), "below 0.1"),
+            Evidence(f"{metric}/{worst}", curve.last, self.share, "below 0.1"),
             confidence=0.85,
         )
 
     def _affected(self, layers: dict[str, Curve]) -> dict[str, Curve]:
         """Return the layers whose last two values are above the limit."""
-        count = int(self.limit("checks"))
+        count = int(self.checks)
         return {
             name: curve
             for name, curve in layers.items()
-            if len(curve) >= count and bool(np.all(curve.values[-count:] > self.limit("share")))
+            if len(curve) >= count and bool(np.all(curve.values[-count:] > self.share))
         }
 
 
@@ -93,7 +89,7 @@ class ActivationsGrow(Detector):
     name = "activations-grow"
     stage = "activations"
     symptom = "Activations grow until they overflow"
-    thresholds = {"growth": Threshold(100.0, "over the first value; residual streams grow by a factor of 10")}
+    growth = Threshold(100.0, "over the first value; residual streams grow by a factor of 10")
     needs = ("activations",)
     yields_to_learning = True
 
@@ -106,18 +102,16 @@ class ActivationsGrow(Detector):
                 len(curve) >= 3
                 and curve.first > 1e-6
                 and curve.last > wanted
-                and self.limit("growth") < curve.last / curve.first < math.inf
+                and self.growth < curve.last / curve.first < math.inf
                 and falls_short(history, 0.1)
             ):
                 yield self.finding(
                     "warning",
-                    curve.first_step_where(curve.values > self.limit("growth") * curve.first) or curve.last_step,
+                    curve.first_step_where(curve.values > self.growth * curve.first) or curve.last_step,
                     f"The output of {name} has grown {curve.last / curve.first:,.0f}-fold, to a root mean square of "
                     f"{curve.last:.3g}, while the loss does not fall.",
                     "Lower the learning rate, and normalise the input of each block.",
-                    Evidence(
-                        f"activations/rms/{name}", curve.last, self.limit("growth") * curve.first, "a factor of 10"
-                    ),
+                    Evidence(f"activations/rms/{name}", curve.last, self.growth * curve.first, "a factor of 10"),
                     confidence=0.7,
                 )
                 return
@@ -160,11 +154,9 @@ class RouterCollapse(Detector):
     name = "router-collapse"
     stage = "activations"
     symptom = "A mixture of experts is no better than one expert"
-    thresholds = {
-        "patience": Threshold(100, "steps; many experts and few tokens leave some out for a while"),
-        "checks": Threshold(4, "successive checks without a gradient, of experts that had one before"),
-        "entropy": Threshold(0.5, "of the entropy of equal loads; trained routers have 0.8 to 1"),
-    }
+    patience = Threshold(100, "steps; many experts and few tokens leave some out for a while")
+    checks = Threshold(4, "successive checks without a gradient, of experts that had one before")
+    entropy = Threshold(0.5, "of the entropy of equal loads; trained routers have 0.8 to 1")
     needs = ("training_checks",)
     remedy = (
         "Add a load-balancing loss (check its sign) or noise to the logits of the router; the hook moe_router measures "
@@ -174,14 +166,14 @@ class RouterCollapse(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if experts have no gradient in many steps, or if measured loads are very unequal."""
         entropy = history.curve("moe_router/load_entropy")
-        if len(entropy) >= 3 and entropy.last_step >= 50 and np.max(entropy.values[-2:]) < self.limit("entropy"):
-            is_low = entropy.values < self.limit("entropy")
+        if len(entropy) >= 3 and entropy.last_step >= 50 and np.max(entropy.values[-2:]) < self.entropy:
+            is_low = entropy.values < self.entropy
             yield self.finding(
                 "warning",
                 entropy.first_step_where(is_low) or 0,
                 f"The loads of experts are very unequal: their entropy is {entropy.last:.0%} of that of equal ones.",
                 self.remedy,
-                Evidence("moe_router/load_entropy", entropy.last, self.limit("entropy"), "0.8 to 1"),
+                Evidence("moe_router/load_entropy", entropy.last, self.entropy, "0.8 to 1"),
                 confidence=0.9,
             )
             return
@@ -204,7 +196,7 @@ class RouterCollapse(Detector):
         """Return the first of many steps in which only experts have no gradient, the metric, and their names."""
         count = "training_checks/never_gradient_count"
         never, names = history.curve(count), never_trained(history)
-        if never.last > 0 and are_experts(names) and never.last_step >= self.limit("patience"):
+        if never.last > 0 and are_experts(names) and never.last_step >= self.patience:
             return 1, count, names
         count = "training_checks/without_gradient_count"
         checked, family = history.curve(count), history.family("training_checks/without_gradient")
@@ -214,5 +206,5 @@ class RouterCollapse(Detector):
         # The value is the number of successive checks without a gradient; the shortest streak in the record counts.
         checks = min(int(min(streaks.values())), len(checked))
         first_step = int(checked.steps[-checks]) if checks else checked.last_step
-        is_long = checks >= self.limit("checks") and checked.last_step - first_step >= self.limit("patience")
+        is_long = checks >= self.checks and checked.last_step - first_step >= self.patience
         return (first_step, count, [*streaks]) if is_long else None

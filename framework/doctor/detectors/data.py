@@ -26,7 +26,7 @@ class RowsRepeated(Detector):
     name = "rows-repeated"
     stage = "evaluation"
     symptom = "The training loss is far below the validation loss"
-    thresholds = {"share": Threshold(0.2, "of the rows; natural data have a few percent")}
+    share = Threshold(0.2, "of the rows; natural data have a few percent")
     needs = (CHECKS,)
     waits = True
 
@@ -37,21 +37,21 @@ class RowsRepeated(Detector):
             float(np.mean(repeated.values)) if len(repeated) else 0.0,
             median_of(duplicated.values),
         )
-        if not max(within_epoch, within_batch) > self.limit("share") or any(SameBatch().detect(history)):
+        if not max(within_epoch, within_batch) > self.share or any(SameBatch().detect(history)):
             return
         # Random draws repeat rows by design; they harm if the validation loss rises.
         is_harmful = any(TrainValidationDiverging().detect(history)) or validation_rises(history)
         place, share = ("batch", within_batch) if within_batch > within_epoch else ("epoch", within_epoch)
         yield self.finding(
             "warning" if is_harmful else "info",
-            repeated.first_step_where(repeated.values > self.limit("share")) or 1,
+            repeated.first_step_where(repeated.values > self.share) or 1,
             f"{share:.0%} of the rows of a batch occur more than once within the same {place}, so the model sees "
             "the same rows again and again.",
             "Remove duplicates from the data."
             if place == "batch"
             else "Check that every step fetches a new batch, that the data have no duplicates, and that every "
             "worker of the loader has other rows.",
-            Evidence(f"{CHECKS}/repeated_row_fraction", share, self.limit("share"), "0 to 0.05"),
+            Evidence(f"{CHECKS}/repeated_row_fraction", share, self.share, "0 to 0.05"),
             confidence=0.85,
         )
 
@@ -71,16 +71,14 @@ class SameBatch(Detector):
     name = "same-batch-at-every-step"
     stage = "set-up"
     symptom = "The training loss falls to 0 at once, and the validation loss rises"
-    thresholds = {
-        "batches": Threshold(9, "equal batches in a row after the first; data of single rows repeat fewer"),
-        "share": Threshold(0.9, "equal batches in a row, as a share of all steps"),
-    }
+    batches = Threshold(9, "equal batches in a row after the first; data of single rows repeat fewer")
+    share = Threshold(0.9, "equal batches in a row, as a share of all steps")
     needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if nearly all batches are equal; data that a policy generates may become equal later."""
         curve = history.curve(f"{CHECKS}/same_batch_count")
-        if not curve.last >= max(self.limit("batches"), self.limit("share") * curve.last_step):
+        if not curve.last >= max(self.batches, self.share * curve.last_step):
             return
         rows = history.settings.get("batch_size")
         yield self.finding(
@@ -90,7 +88,7 @@ class SameBatch(Detector):
             "had the rows of the one before, in the same order, so the model learns nothing but these rows.",
             "Create the iterator of the loader, or the random generator of the batches, once before the loop, and "
             "print the first rows of two batches.",
-            Evidence(f"{CHECKS}/same_batch_count", curve.last, self.limit("batches"), "0"),
+            Evidence(f"{CHECKS}/same_batch_count", curve.last, self.batches, "0"),
             confidence=0.95,
         )
 
@@ -109,12 +107,10 @@ class SortedByClass(Detector):
     name = "data-sorted-by-class"
     stage = "set-up"
     symptom = "The loss goes up and down with the order of the data"
-    thresholds = {
-        "share": Threshold(0.75, "of the checked batches; shuffled batches of 8 rows have one class rarely"),
-        "top": Threshold(0.9, "of the targets of a batch; of shuffled data always the same class may reach it"),
-        "batches": Threshold(0.25, "of the checked batches that a class dominates, not always the same one"),
-        "classes": Threshold(FEW_CLASSES, "of the classes that a batch of equally frequent ones would have"),
-    }
+    share = Threshold(0.75, "of the checked batches; shuffled batches of 8 rows have one class rarely")
+    top = Threshold(0.9, "of the targets of a batch; of shuffled data always the same class may reach it")
+    batches = Threshold(0.25, "of the checked batches that a class dominates, not always the same one")
+    classes = Threshold(FEW_CLASSES, "of the classes that a batch of equally frequent ones would have")
     needs = (CHECKS,)
     waits = True
 
@@ -127,19 +123,19 @@ class SortedByClass(Detector):
             return
         if history.last(f"{CHECKS}/loss_compares_outputs") > 0:  # the target of a contrastive loss is a position
             return
-        if curve.last > self.limit("share"):
+        if curve.last > self.share:
             problem = (
                 f"In {curve.last:.0%} of the checked batches all targets are the same class: the data are sorted and "
                 "not shuffled, or all labels are equal."
             )
-            evidence = Evidence(f"{CHECKS}/single_class_batch_fraction", curve.last, self.limit("share"), "0")
+            evidence = Evidence(f"{CHECKS}/single_class_batch_fraction", curve.last, self.share, "0")
         elif (dominated := self._dominated(history)) is not None:
             share, count = dominated
             problem = (
                 f"In {share:.0%} of the checked batches nearly all targets are the same class, and {count} different "
                 "classes are that of a batch: the data are sorted by class and not shuffled."
             )
-            evidence = Evidence(f"{CHECKS}/target_top_fraction", share, self.limit("batches"), "0")
+            evidence = Evidence(f"{CHECKS}/target_top_fraction", share, self.batches, "0")
         else:
             counts = classes_of_batches(history)
             if counts is None or not is_sorted_by_class(history):
@@ -149,7 +145,7 @@ class SortedByClass(Detector):
                 f"A batch of {rows} rows has {found:g} of {classes:g} classes in the median, where random rows would "
                 f"have about {expected:.0f}: the data are sorted by class and not shuffled."
             )
-            limit = self.limit("classes") * expected
+            limit = self.classes * expected
             evidence = Evidence(f"{CHECKS}/target_class_count", found, limit, f"about {expected:.0f}")
         remedy = "Set shuffle=True in the DataLoader."
         tops = history.curve(f"{CHECKS}/target_top").values
@@ -166,9 +162,9 @@ class SortedByClass(Detector):
         fractions, tops = (history.curve(f"{CHECKS}/{name}") for name in ("target_top_fraction", "target_top"))
         if are_tokens(history) or len(fractions) != len(tops) or len(fractions) < 3:
             return None
-        is_dominated = fractions.values > self.limit("top")
+        is_dominated = fractions.values > self.top
         share, count = float(is_dominated.mean()), len({*tops.values[is_dominated].tolist()})
-        return (share, count) if share > self.limit("batches") and count > 1 else None
+        return (share, count) if share > self.batches and count > 1 else None
 
 
 @DetectorRegistry.register
@@ -186,12 +182,10 @@ class InputsNotNormalised(Detector):
     name = "inputs-not-normalised"
     stage = "set-up"
     symptom = "The first loss is huge, or training is unstable"
-    thresholds = {
-        "deviation": Threshold(10.0, "standard deviation; normalised inputs have 1, embeddings up to 5"),
-        "offset": Threshold(10.0, "absolute mean in standard deviations"),
-        "kept": Threshold(0.05, "largest activation over the inputs; below it the model normalises them itself"),
-        "small": Threshold(0.005, "standard deviation below which inputs hardly matter next to biases"),
-    }
+    deviation = Threshold(10.0, "standard deviation; normalised inputs have 1, embeddings up to 5")
+    offset = Threshold(10.0, "absolute mean in standard deviations")
+    kept = Threshold(0.05, "largest activation over the inputs; below it the model normalises them itself")
+    small = Threshold(0.005, "standard deviation below which inputs hardly matter next to biases")
     needs = (CHECKS,)
     yields_to_learning = True
 
@@ -203,20 +197,20 @@ class InputsNotNormalised(Detector):
         if history.last(f"{CHECKS}/normalises_inputs") > 0:
             return
         offset = abs(mean.first) / deviation.first
-        is_large = deviation.first > self.limit("deviation")
-        is_offset = offset > self.limit("offset") and abs(mean.first) > 1
-        is_small = deviation.first < self.limit("small") and abs(mean.first) < 1
+        is_large = deviation.first > self.deviation
+        is_offset = offset > self.offset and abs(mean.first) > 1
+        is_small = deviation.first < self.small and abs(mean.first) < 1
         if not (is_large or is_offset or is_small):
             return
         outputs = [curve.first for curve in history.family("activations/rms").values()]
-        if outputs and not is_small and max(outputs) < self.limit("kept") * max(abs(mean.first), deviation.first):
+        if outputs and not is_small and max(outputs) < self.kept * max(abs(mean.first), deviation.first):
             return  # the model normalises them itself
         metric, value, limit = (
-            ("input_std", deviation.first, self.limit("deviation"))
+            ("input_std", deviation.first, self.deviation)
             if is_large
-            else ("input_mean", mean.first, self.limit("offset") * deviation.first)
+            else ("input_mean", mean.first, self.offset * deviation.first)
             if is_offset
-            else ("input_std", deviation.first, self.limit("small"))
+            else ("input_std", deviation.first, self.small)
         )
         yield self.finding(
             "warning",
@@ -244,13 +238,9 @@ class InputsDrift(Detector):
     name = "inputs-drift"
     stage = "set-up"
     symptom = "The loss falls at first, then validation or training gets worse from epoch to epoch"
-    thresholds = {
-        "factor": Threshold(
-            10.0, "last over first standard deviation; those of states that an agent reaches grow less"
-        ),
-        "deviation": Threshold(10.0, "see inputs-not-normalised"),
-        "small": Threshold(0.005, "see inputs-not-normalised"),
-    }
+    factor = Threshold(10.0, "last over first standard deviation; those of states that an agent reaches grow less")
+    deviation = Threshold(10.0, "see inputs-not-normalised")
+    small = Threshold(0.005, "see inputs-not-normalised")
     needs = (CHECKS,)
     waits = True
 
@@ -260,11 +250,11 @@ class InputsDrift(Detector):
         if len(curve) < 5 or not 0 < curve.first < math.inf:
             return
         first, last = median_of(curve.values[:3]), median_of(curve.values[-3:])
-        grows = first < self.limit("deviation") < last and last > self.limit("factor") * first
-        shrinks = 0 < last < self.limit("small") < first and last * self.limit("factor") < first
+        grows = first < self.deviation < last and last > self.factor * first
+        shrinks = 0 < last < self.small < first and last * self.factor < first
         if not (grows or shrinks):
             return
-        is_out = curve.values > self.limit("deviation") if grows else curve.values < self.limit("small")
+        is_out = curve.values > self.deviation if grows else curve.values < self.small
         yield self.finding(
             "warning",
             curve.first_step_where(is_out) or 1,
@@ -272,7 +262,7 @@ class InputsDrift(Detector):
             "are changed again and again.",
             "Look for transforms that work in place, such as sub_, div_ or inplace=True, on data that stay in memory; "
             "normalise a copy.",
-            Evidence(f"{CHECKS}/input_std", last, self.limit("deviation" if grows else "small"), f"about {first:.3g}"),
+            Evidence(f"{CHECKS}/input_std", last, self.deviation if grows else self.small, f"about {first:.3g}"),
             confidence=0.9,
         )
 
@@ -293,12 +283,8 @@ class TargetsExtreme(Detector):
     name = "targets-extreme"
     stage = "set-up"
     symptom = "The loss of a regression jumps, or is dominated by a few rows"
-    thresholds = {
-        "distance": Threshold(30.0, "ranges of the middle 80 %; a normal distribution stays below 1.5"),
-        "repeated": Threshold(
-            0.2, "of the checks with the same extreme value, as of a code; counts repeat theirs rarely"
-        ),
-    }
+    distance = Threshold(30.0, "ranges of the middle 80 %; a normal distribution stays below 1.5")
+    repeated = Threshold(0.2, "of the checks with the same extreme value, as of a code; counts repeat theirs rarely")
     needs = (CHECKS,)
     waits = True
 
@@ -311,12 +297,12 @@ class TargetsExtreme(Detector):
         extremes = {"min": low - curves["min"].values, "max": curves["max"].values - high}
         side = max(extremes, key=lambda name: float(np.max(extremes[name])))
         distance = float(np.max(extremes[side])) / (high - low)
-        if not distance > self.limit("distance"):
+        if not distance > self.distance:
             return
         curve = curves[side]
         value = float(np.min(curve.values) if side == "min" else np.max(curve.values))
         count = int((curve.values == value).sum())
-        is_code = count >= max(2, self.limit("repeated") * len(curve))
+        is_code = count >= max(2, self.repeated * len(curve))
         is_harmful = is_code or falls_short(history, 0.5)
         step = int(curve.steps[curve.values == value][0])
         yield self.finding(
@@ -346,13 +332,13 @@ class InputsConstant(Detector):
     name = "inputs-constant"
     stage = "set-up"
     symptom = "The loss does not fall, and gradients of the first layer are 0"
-    thresholds = {"fall": Threshold(0.5, "of the first loss; a model that needs no inputs learns more")}
+    fall = Threshold(0.5, "of the first loss; a model that needs no inputs learns more")
     needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if all checked inputs have the deviation 0 and the loss hardly falls."""
         deviation, mean = history.curve(f"{CHECKS}/input_std"), history.curve(f"{CHECKS}/input_mean")
-        if len(deviation) < 2 or deviation.values.any() or not falls_short(history, self.limit("fall")):
+        if len(deviation) < 2 or deviation.values.any() or not falls_short(history, self.fall):
             return
         yield self.finding(
             "critical",
@@ -379,7 +365,7 @@ class PaddingInLoss(Rule):
     name = "padding-in-loss"
     stage = "evaluation"
     symptom = "The loss falls fast, but generated text is empty"
-    thresholds = {"share": Threshold(0.1, "of the targets; natural text does not end with runs of one token")}
+    share = Threshold(0.1, "of the targets; natural text does not end with runs of one token")
     needs = (CHECKS,)
     read = staticmethod(median)
     metric = f"{CHECKS}/padding_fraction"
@@ -407,11 +393,9 @@ class ClassIgnored(Detector):
     name = "class-never-a-target"
     stage = "evaluation"
     symptom = "One class is never predicted, or generated text does not end"
-    thresholds = {
-        "inside": Threshold(0.1, "of the ignored targets; padding is at the ends of rows"),
-        "masked": Threshold(0.8, "of all targets; masked language models ignore more on purpose"),
-        "ends": Threshold(0.5, "of the rows; texts that are cut off have no end"),
-    }
+    inside = Threshold(0.1, "of the ignored targets; padding is at the ends of rows")
+    masked = Threshold(0.8, "of all targets; masked language models ignore more on purpose")
+    ends = Threshold(0.5, "of the rows; texts that are cut off have no end")
     needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -419,24 +403,24 @@ class ClassIgnored(Detector):
         inside = history.curve(f"{CHECKS}/ignored_inside_fraction")
         ends = history.curve(f"{CHECKS}/ignored_end_fraction")
         ignored = median_of(history.curve(f"{CHECKS}/ignored_target_fraction").values)
-        if (share := median_of(inside.values)) > self.limit("inside") and ignored < self.limit("masked"):
+        if (share := median_of(inside.values)) > self.inside and ignored < self.masked:
             yield self.finding(
                 "warning",
                 inside.first_step,
                 f"The loss ignores one of its classes, {ignored:.0%} of the targets, and {share:.0%} of these are not "
                 "padding at the end of a row but between other targets: this class is never learned.",
                 "Set the targets of padding to -100 and leave ignore_index at its default.",
-                Evidence(f"{CHECKS}/ignored_inside_fraction", share, self.limit("inside"), "0"),
+                Evidence(f"{CHECKS}/ignored_inside_fraction", share, self.inside, "0"),
                 confidence=0.8,
             )
-        elif (share := median_of(ends.values)) > self.limit("ends"):
+        elif (share := median_of(ends.values)) > self.ends:
             yield self.finding(
                 "warning",
                 ends.first_step,
                 f"In {share:.0%} of the rows the last token within the attention mask is ignored by the loss, so that "
                 "the model never learns to end a text: padding and end of text are probably the same token.",
                 "Use another token for padding than eos_token, or set labels to -100 only where attention_mask is 0.",
-                Evidence(f"{CHECKS}/ignored_end_fraction", share, self.limit("ends"), "0"),
+                Evidence(f"{CHECKS}/ignored_end_fraction", share, self.ends, "0"),
                 confidence=0.75,
             )
 
@@ -455,7 +439,7 @@ class TargetsIgnored(Detector):
     name = "targets-ignored"
     stage = "set-up"
     symptom = "The loss is NaN or constant from the start"
-    thresholds = {"share": Threshold(0.98, "masked language models ignore 85 %, long prompts up to 95 %")}
+    share = Threshold(0.98, "masked language models ignore 85 %, long prompts up to 95 %")
     needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -464,7 +448,7 @@ class TargetsIgnored(Detector):
         classes = history.curve(f"{CHECKS}/target_class_count")
         share = median_of(ignored.values)
         is_one_token = len(classes) > 2 and share > 0.1 and float(np.max(classes.values)) == 1
-        if not (share > self.limit("share") or is_one_token):
+        if not (share > self.share or is_one_token):
             return
         problem = (
             "the others are all the same, such as padding or a mask"
@@ -479,6 +463,6 @@ class TargetsIgnored(Detector):
             else f"{share:.1%} of the labels are ignored by the loss (-100), {problem}.",
             "Print a row of labels: those of tokens to predict must not be -100, those of padding must be. Copy the "
             "labels (input_ids.clone()) before masks are written into the inputs.",
-            Evidence(f"{CHECKS}/ignored_target_fraction", share, self.limit("share"), "0 to 0.95"),
+            Evidence(f"{CHECKS}/ignored_target_fraction", share, self.share, "0 to 0.95"),
             confidence=0.9,
         )

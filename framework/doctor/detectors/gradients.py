@@ -51,11 +51,9 @@ class WithoutGradient(Detector):
     name = "parameters-without-gradient"
     stage = "gradients"
     symptom = "Some layers never change"
-    thresholds = {
-        "share_at_once": Threshold(0.3, "so many parameters at step 1 are no unused head and no unrouted expert"),
-        "patience": Threshold(3, "layers with a zero at their output, as in LoRA, get a gradient from step 2 on"),
-        "fall": Threshold(0.05, "of the loss, by which something trains parameters that all seem to have no gradient"),
-    }
+    share_at_once = Threshold(0.3, "so many parameters at step 1 are no unused head and no unrouted expert")
+    patience = Threshold(3, "layers with a zero at their output, as in LoRA, get a gradient from step 2 on")
+    fall = Threshold(0.05, "of the loss, by which something trains parameters that all seem to have no gradient")
     needs = ("training_checks",)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -65,10 +63,10 @@ class WithoutGradient(Detector):
         trainable = max(int(history.facts.get("trainable", 0)), 1)
         # A gradient of 0 may be one of the next step; parameters that something else changes are in neither count.
         absent = min(missing.first, never.last)
-        at_once = absent / trainable > self.limit("share_at_once")
+        at_once = absent / trainable > self.share_at_once
         if not len(never) or not never.last:
             return
-        is_early = never.last_step < self.limit("patience")
+        is_early = never.last_step < self.patience
         if is_early and not at_once:
             return
         norms = gradient_norms(history)
@@ -79,7 +77,7 @@ class WithoutGradient(Detector):
             return
         count = int(absent if is_early else never.last)
         share = count / trainable
-        if share >= 1 and loss_fall(history) > self.limit("fall"):
+        if share >= 1 and loss_fall(history) > self.fall:
             return  # the optimizer steps within the backward pass, and clears the gradients there
         # An output's bias cancels in losses that use only differences of outputs, as for pairs and Wasserstein critics.
         is_bias = len(names) == count == 1 and names[0].endswith("bias") and missing.last == 0
@@ -123,34 +121,32 @@ class LayersStopLearning(Detector):
     name = "layers-stop-learning"
     stage = "gradients"
     symptom = "The loss falls more slowly from some step on"
-    thresholds = {
-        "share": Threshold(0.1, "of the trainable parameters; fewer are a remark"),
-        "checks": Threshold(3, "checked steps in a row without a gradient; heads of rare tasks have one in between"),
-        "lasting": Threshold(50, "steps to the end; two networks that are trained in turn are frozen for less"),
-    }
+    share = Threshold(0.1, "of the trainable parameters; fewer are a remark")
+    checks = Threshold(3, "checked steps in a row without a gradient; heads of rare tasks have one in between")
+    lasting = Threshold(50, "steps to the end; two networks that are trained in turn are frozen for less")
     needs = ("training_checks",)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding about parameters that are frozen, or else without a gradient, for a while."""
         frozen = _streaks(history, "frozen_later", 2)
-        without = _streaks(history, "without_gradient", int(self.limit("checks")))
+        without = _streaks(history, "without_gradient", int(self.checks))
         never = never_trained(history)
         lost = {name: step for name, step in without.items() if name not in never and not are_experts([name])}
         # The families name few parameters, their counts contain all.
         frozen_count = int(max(history.curve(f"{CHECKS}/frozen_later_count").last, 0)) if frozen else 0
         counts = [history.curve(f"{CHECKS}/{name}_count").last for name in ("without_gradient", "never_gradient")]
         lost_count = max(int(counts[0] - counts[1]), len(lost)) if lost else 0
-        if frozen and history.step - max(frozen.values()) >= self.limit("lasting"):
+        if frozen and history.step - max(frozen.values()) >= self.lasting:
             yield self._finding(history, "frozen_later", "are frozen", frozen, frozen_count)
-        elif lost and history.step - max(lost.values()) >= self.limit("lasting"):
+        elif lost and history.step - max(lost.values()) >= self.lasting:
             yield self._finding(history, "without_gradient", "have no gradient", lost, lost_count)
 
     def _finding(self, history: History, family: str, problem: str, steps: dict[str, int], count: int) -> Finding:
         trainable = max(int(history.facts.get("trainable", 0)), 1)
         step = min(steps.values())
         return self.finding(
-            "warning" if count / trainable > self.limit("share") else "info",
+            "warning" if count / trainable > self.share else "info",
             step,
             f"{count} of {trainable} trainable parameters {problem} since step {step:,} or shortly before, though they "
             f"were trained until then: {_named([*steps], count)}.",
@@ -184,25 +180,23 @@ class LeftoverGradients(Detector):
     name = "gradients-not-zeroed"
     stage = "set-up"
     symptom = "The loss falls at first and then oscillates or grows"
-    thresholds = {
-        "share": Threshold(0.5, "half of all parameters; another loss may leave gradients in a few"),
-        "checks": Threshold(3, "checked steps, or all of them in a shorter run"),
-    }
+    share = Threshold(0.5, "half of all parameters; another loss may leave gradients in a few")
+    checks = Threshold(3, "checked steps, or all of them in a shorter run")
     needs = ("training_checks",)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most parameters had a gradient before the backward passes of several checked steps."""
         leftover = history.curve(f"{CHECKS}/leftover_gradient_count")
         shares = _leftover_shares(history)
-        is_left = (shares > self.limit("share")) & (leftover.steps > 1)
-        if shares.size and leftover.first_step == 1 and shares[0] > self.limit("share"):
+        is_left = (shares > self.share) & (leftover.steps > 1)
+        if shares.size and leftover.first_step == 1 and shares[0] > self.share:
             return  # SecondBackwardPass reports these
         if _sees_updates(history):
             # Gradients that wait for an update accumulate on purpose; OptimizerNotStepped looks at these.
             updates = {*history.curve("parameter_norms/total_clipped_grad_norm").steps.tolist()}
             is_left &= np.array([step - 1 in updates for step in leftover.steps.tolist()], dtype=bool)
         # A loop that zeroes gradients once per epoch has none at some of the steps.
-        if not len(is_left) or int(is_left.sum()) < min(self.limit("checks"), len(is_left)):
+        if not len(is_left) or int(is_left.sum()) < min(self.checks, len(is_left)):
             return
         count = int(leftover.values[is_left][-1])
         yield self.finding(
@@ -231,7 +225,7 @@ class SecondBackwardPass(Detector):
     name = "second-backward-pass"
     stage = "set-up"
     symptom = "The weights move further than the learning rate says"
-    thresholds = {"share": Threshold(0.5, "half of all parameters; another loss may train a few")}
+    share = Threshold(0.5, "half of all parameters; another loss may train a few")
     needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -241,7 +235,7 @@ class SecondBackwardPass(Detector):
         later = shares[1:4]
         if leftover.first_step != 1 or not shares.size or not later.size:
             return
-        if min(shares[0], *later) > self.limit("share"):
+        if min(shares[0], *later) > self.share:
             count = int(leftover.first)
             yield self.finding(
                 "warning",
@@ -283,7 +277,7 @@ class OptimizerNotStepped(Detector):
     name = "optimizer-not-stepped"
     stage = "set-up"
     symptom = "The loss does not change, or leftover gradients are reported under gradient accumulation"
-    thresholds = {"passes": Threshold(64, "without an update while the training runs; at its end three are enough")}
+    passes = Threshold(64, "without an update while the training runs; at its end three are enough")
     needs = (CHECKS, "parameter_norms")
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -296,7 +290,7 @@ class OptimizerNotStepped(Detector):
         others = ("weight_updates/update_ratio_median", f"{CHECKS}/update_ratio", "parameter_norms/total_update_norm")
         is_unused = not len(updates) and not any(len(history.curve(name)) for name in others)
         is_unused &= bool((passes.values > 0).any())
-        if is_unused and len(passes) >= (3 if history.is_over else self.limit("passes")):
+        if is_unused and len(passes) >= (3 if history.is_over else self.passes):
             yield self.finding(
                 "critical",
                 1,
@@ -333,7 +327,7 @@ class GradientsAllZero(Detector):
     name = "gradients-all-zero"
     stage = "gradients"
     symptom = "The loss stops at a value and stays there exactly, or is 0 from the start"
-    thresholds = {"steps": Threshold(10, "in a row and up to now; single batches may have no error")}
+    steps = Threshold(10, "in a row and up to now; single batches may have no error")
     needs = (CHECKS,)
     waits = True
 
@@ -344,7 +338,7 @@ class GradientsAllZero(Detector):
         norms, loss = gradient_norms(history), history.loss
         trained = np.flatnonzero(norms.values != 0)
         since = int(trained[-1]) + 1 if len(trained) else 0
-        if len(norms) - since < self.limit("steps") or (since and loss.last == 0):
+        if len(norms) - since < self.steps or (since and loss.last == 0):
             return
         if not since and history.curve(f"{CHECKS}/without_gradient_count").values.any():
             return  # see parameters-without-gradient
@@ -383,10 +377,8 @@ class GradientsZeroedTooEarly(Detector):
     name = "gradients-zeroed-too-early"
     stage = "set-up"
     symptom = "The loss does not fall, or not as it should with gradient accumulation"
-    thresholds = {
-        "checks": Threshold(3, "checked steps, or all of them in a shorter run"),
-        "share": Threshold(0.9, "of the checked steps; a misplaced call takes the gradients of every step"),
-    }
+    checks = Threshold(3, "checked steps, or all of them in a shorter run")
+    share = Threshold(0.9, "of the checked steps; a misplaced call takes the gradients of every step")
     needs = ("training_checks",)
     waits = True
 
@@ -396,7 +388,7 @@ class GradientsZeroedTooEarly(Detector):
         has_gradient = np.array([norms.at(int(step)) > 0 for step in factors.steps], dtype=bool)
         is_lost = (factors.values == 0) & has_gradient
         # A mask over rows may leave nothing of single gradients.
-        if int(is_lost.sum()) >= max(1, min(self.limit("checks"), len(is_lost)), self.limit("share") * len(is_lost)):
+        if int(is_lost.sum()) >= max(1, min(self.checks, len(is_lost)), self.share * len(is_lost)):
             yield self.finding(
                 "critical",
                 factors.first_step_where(is_lost) or 0,
@@ -408,7 +400,7 @@ class GradientsZeroedTooEarly(Detector):
             )
         lost = history.curve(f"{CHECKS}/lost_gradient_fraction")
         are_all = lost.values == 1
-        if len(are_all) and int(are_all.sum()) >= min(self.limit("checks"), len(are_all)):
+        if len(are_all) and int(are_all.sum()) >= min(self.checks, len(are_all)):
             yield self.finding(
                 "warning",
                 lost.first_step_where(are_all) or 0,
@@ -437,10 +429,8 @@ class VanishingGradients(Detector):
     name = "vanishing-gradients"
     stage = "gradients"
     symptom = "The first layers hardly learn"
-    thresholds = {
-        "ratio": Threshold(1e-4, "healthy layers of one network differ by a factor of 10 to 100"),
-        "count": Threshold(2, "a single parameter may have no effect by design"),
-    }
+    ratio = Threshold(1e-4, "healthy layers of one network differ by a factor of 10 to 100")
+    count = Threshold(2, "a single parameter may have no effect by design")
     needs = ("parameter_norms",)
     yields_to_learning = True
 
@@ -454,23 +444,21 @@ class VanishingGradients(Detector):
         for name, curve in norms.items():
             totals = [max(total.at(int(step)), 1e-30) for step in curve.steps]
             recent = (curve.values / np.array(totals))[-LAST_CHECKS:]
-            if len(curve) > 1 and 0 < np.max(recent) < self.limit("ratio"):
+            if len(curve) > 1 and 0 < np.max(recent) < self.ratio:
                 tiny[name] = float(recent[-1])
         has_weight = any("weight" in name for name in tiny)  # a bias before a normalisation has no effect by design
-        if has_weight and len(tiny) >= self.limit("count") and falls_short(history, 0.5):
+        if has_weight and len(tiny) >= self.count and falls_short(history, 0.5):
             worst = min((name for name in tiny if "weight" in name), key=tiny.__getitem__)
             checks = min(LAST_CHECKS, len(history.curve(f"parameter_norms/grad_norm/{worst}")))
             yield self.finding(
                 "warning",
                 total.first_step,
                 f"At each of the last {checks} checks, the gradients of {len(tiny)} of {len(norms)} parameters were "
-                f"more than {1 / self.limit('ratio'):,.0f} times smaller than the joint gradient "
+                f"more than {1 / self.ratio:,.0f} times smaller than the joint gradient "
                 f"({listed(sorted(tiny), 3)}), so these layers hardly learn.",
                 "Use an initialisation that keeps the size of activations, residual connections or normalisation; the "
                 "hook gradient_flow shows where the gradient shrinks.",
-                Evidence(
-                    f"parameter_norms/grad_norm/{worst}", tiny[worst], self.limit("ratio"), "0.01 to 1 of the total"
-                ),
+                Evidence(f"parameter_norms/grad_norm/{worst}", tiny[worst], self.ratio, "0.01 to 1 of the total"),
                 confidence=0.8,
             )
 
@@ -494,13 +482,11 @@ class ExplodingGradients(Detector):
     name = "exploding-gradients"
     stage = "gradients"
     symptom = "The gradient norm jumps by orders of magnitude"
-    thresholds = {
-        "first": Threshold(1e4, "usual first gradients of a mean loss have a norm of 0.1 to 100"),
-        "first_of_diverging": Threshold(1e3, "the same, where the loss is not finite within five steps"),
-        "jump": Threshold(JUMP, "over all earlier steps, where the loss is not finite afterwards"),
-        "growth": Threshold(100.0, "healthy gradients change by a factor of 10 over a training"),
-        "spike": Threshold(300.0, "steps this far above the median are rare even for heavy-tailed gradients"),
-    }
+    first = Threshold(1e4, "usual first gradients of a mean loss have a norm of 0.1 to 100")
+    first_of_diverging = Threshold(1e3, "the same, where the loss is not finite within five steps")
+    jump = Threshold(JUMP, "over all earlier steps, where the loss is not finite afterwards")
+    growth = Threshold(100.0, "healthy gradients change by a factor of 10 over a training")
+    spike = Threshold(300.0, "steps this far above the median are rare even for heavy-tailed gradients")
     needs = ("training_checks",)
     yields_to_learning = True
 
@@ -516,7 +502,7 @@ class ExplodingGradients(Detector):
                 f"In step {jump:,} the gradient norm is {norms.at(jump):.3g}, over a thousand times all earlier ones, "
                 "and the loss diverges from there: a row of the data may be unlike the others.",
                 norms.at(jump),
-                self.limit("jump") * float(np.nanmax(norms.values[norms.steps < jump])),
+                self.jump * float(np.nanmax(norms.values[norms.steps < jump])),
             )
             yield replace(
                 found, next=f"Look at the rows of the batch of step {jump:,}; remove wrong ones, or clip gradients."
@@ -536,28 +522,28 @@ class ExplodingGradients(Detector):
                 confidence=0.97,
             )
             return
-        if first > 0 and last / first > self.limit("growth") and falls_short(history, 0.1):
-            is_large = norms.values > first * self.limit("growth")
+        if first > 0 and last / first > self.growth and falls_short(history, 0.1):
+            is_large = norms.values > first * self.growth
             yield self._finding(
                 norms.first_step_where(is_large) or 0,
                 f"The gradient norm has grown {last / first:,.0f}-fold, from {first:.3g} to {last:.3g}, while the loss "
                 "does not fall.",
                 last,
-                first * self.limit("growth"),
+                first * self.growth,
             )
             return
         # Gradients fall with the loss, so the median alone would make the first steps of a good training spikes.
         at_the_start = max(first, float(np.nanmax(norms.values[:3])))
-        is_spike = (norms.values > max(usual, 1e-12) * self.limit("spike")) & (norms.values > 10 * at_the_start)
+        is_spike = (norms.values > max(usual, 1e-12) * self.spike) & (norms.values > 10 * at_the_start)
         if is_spike.sum() >= 2 and not history.facts.get("scaler"):  # a scaler skips steps that overflow
             spikes = norms.steps[is_spike].tolist()
             are_rare = len(spikes) <= RARE * len(values)
             found = self._finding(
                 norms.first_step_where(is_spike) or 0,
-                f"In {len(spikes)} steps the gradient norm was more than {self.limit('spike'):.0f} times its median of "
+                f"In {len(spikes)} steps the gradient norm was more than {self.spike:.0f} times its median of "
                 f"{usual:.3g}{', and ordinary in all others: a row of the data may be unlike the others' * are_rare}.",
                 float(np.nanmax(values)),
-                usual * self.limit("spike"),
+                usual * self.spike,
             )
             steps = listed(list(map(str, spikes)), 4)
             rows = f"Look at the rows of the batches of steps {steps}; remove those that are wrong, or clip gradients."
@@ -570,7 +556,7 @@ class ExplodingGradients(Detector):
 
     def _first_limit(self, history: History) -> float:
         diverges = (history.loss.first_nonfinite or math.inf) <= 5
-        return self.limit("first_of_diverging" if diverges else "first")
+        return self.first_of_diverging if diverges else self.first
 
     def _finding(self, step: int, why: str, value: float, limit: float, confidence: float = 0.75) -> Finding:
         evidence = Evidence("training_checks/grad_norm", value, limit, "within a factor of 10 of its median")
@@ -594,10 +580,8 @@ class GradientJump(Detector):
     name = "gradient-jump"
     stage = "gradients"
     symptom = "The loss rises after a pause, a change of the data, or a resume"
-    thresholds = {
-        "factor": Threshold(10.0, "gradients of healthy runs change by less within 10 steps, and back"),
-        "lasting": Threshold(20, "steps; spikes of a small loss recover within 10"),
-    }
+    factor = Threshold(10.0, "gradients of healthy runs change by less within 10 steps, and back")
+    lasting = Threshold(20, "steps; spikes of a small loss recover within 10")
     needs = ("training_checks",)
     yields_to_learning = True
 
@@ -606,12 +590,12 @@ class GradientJump(Detector):
         norms = gradient_norms(history)
         if not history.is_adam_like or len(norms) < 60:
             return
-        step = jump_step(norms, self.limit("factor"))
+        step = jump_step(norms, self.factor)
         if step is None or not _loss_rose(history, step):
             return
         before, after = median_of(norms.between(step - 50, step - 1)), median_of(norms.between(step, step + 4))
-        lasting = median_of(norms.between(step, step + int(self.limit("lasting")) - 1))
-        if not lasting >= before * self.limit("factor") / 2 or not after < math.inf:
+        lasting = median_of(norms.between(step, step + int(self.lasting) - 1))
+        if not lasting >= before * self.factor / 2 or not after < math.inf:
             return
         yield self.finding(
             "warning",
@@ -621,7 +605,7 @@ class GradientJump(Detector):
             f"its steps were too large{_change_of_divisor(history, step)}.",
             "Lower the learning rate around this step or reset optimizer.state; look at what changed in the data "
             "there.",
-            Evidence("training_checks/grad_norm", after, before * self.limit("factor"), "no lasting jump"),
+            Evidence("training_checks/grad_norm", after, before * self.factor, "no lasting jump"),
             confidence=0.75,
         )
 

@@ -27,12 +27,8 @@ class InitialScale(Detector):
     name = "initial-weights-scale"
     stage = "set-up"
     symptom = "The first loss is huge, or nothing is learned"
-    thresholds = {
-        "large": Threshold(4.0, "in units of 1/√fan_in: the default has 0.58, He's initialisation 1.41"),
-        "small": Threshold(
-            0.03, "20 times below the default; GPT-2's 0.02 has 0.16 at 64 inputs, more for wider layers"
-        ),
-    }
+    large = Threshold(4.0, "in units of 1/√fan_in: the default has 0.58, He's initialisation 1.41")
+    small = Threshold(0.03, "20 times below the default; GPT-2's 0.02 has 0.16 at 64 inputs, more for wider layers")
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the median layer is out of range, and the training suffers."""
@@ -40,7 +36,7 @@ class InitialScale(Detector):
         if scales.get("count", 0) < 2:
             return
         median, largest, smallest = scales["median"], scales["largest"], scales["smallest"]
-        if median > self.limit("large"):
+        if median > self.large:
             suffers = _suffers_from_large(history)
             yield self.finding(
                 "warning" if suffers else "info",
@@ -48,17 +44,17 @@ class InitialScale(Detector):
                 f"The weights are initialised too large: the median layer has {median:.1f} times 1/√fan_in, "
                 f"{largest[0]} {largest[1]:.1f} times, so that activations grow from layer to layer.",
                 "Use torch.nn.init.kaiming_normal_(weight), or remove the custom initialisation.",
-                Evidence("facts/weight_scales", median, self.limit("large"), "0.5 to 1.5 times 1/√fan_in"),
+                Evidence("facts/weight_scales", median, self.large, "0.5 to 1.5 times 1/√fan_in"),
                 confidence=0.9 if suffers else 0.5,
             )
-        elif median < self.limit("small"):
+        elif median < self.small:
             yield self.finding(
                 "warning",
                 0,
                 f"The weights are initialised too small: the median layer has {median:.2g} times 1/√fan_in, "
                 f"{smallest[0]} {smallest[1]:.2g} times, so that signals and gradients vanish.",
                 "Use torch.nn.init.kaiming_normal_(weight), or remove the custom initialisation.",
-                Evidence("facts/weight_scales", median, self.limit("small"), "0.5 to 1.5 times 1/√fan_in"),
+                Evidence("facts/weight_scales", median, self.small, "0.5 to 1.5 times 1/√fan_in"),
                 confidence=0.9 if falls_short(history, 0.3) else 0.7,
             )
 
@@ -85,10 +81,8 @@ class ConstantWeights(Detector):
     name = "constant-initial-weights"
     stage = "set-up"
     symptom = "All units of a layer do the same"
-    thresholds = {
-        "share": Threshold(0.5, "half of the matrices; a single one may be meant"),
-        "zeros": Threshold(0.8, "of the matrices if all are zeros; in LoRA and zero-initialised blocks it is half"),
-    }
+    share = Threshold(0.5, "half of the matrices; a single one may be meant")
+    zeros = Threshold(0.8, "of the matrices if all are zeros; in LoRA and zero-initialised blocks it is half")
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if many matrices are constant."""
@@ -96,7 +90,7 @@ class ConstantWeights(Detector):
         zeros = history.facts.get("zero_matrices", 0)
         matrices = history.facts.get("matrices", 0)
         # Zeros at the end of a block are usual, as in LoRA; other constants and a network of zeros are not.
-        share = self.limit("zeros") if constant.get("count") == zeros else self.limit("share")
+        share = self.zeros if constant.get("count") == zeros else self.share
         # A model with one matrix, such as a logistic regression, has no hidden units that must differ.
         if matrices < 2 or not constant.get("count") or constant["count"] < share * matrices:
             return
@@ -106,7 +100,7 @@ class ConstantWeights(Detector):
             f"All elements are equal in {constant['count']} of {matrices} weight matrices ({names_text(constant)}), so "
             "that the units of these layers stay equal or get no gradient.",
             "Initialise them at random: torch.nn.init.kaiming_normal_(weight).",
-            Evidence("facts/constant_matrices", constant["count"], self.limit("share") * matrices, "0"),
+            Evidence("facts/constant_matrices", constant["count"], self.share * matrices, "0"),
             confidence=0.9,
         )
 

@@ -67,14 +67,10 @@ class LearningRateTooHigh(Detector):
     name = "learning-rate-too-high"
     stage = "updates"
     symptom = "The loss rises at once, or becomes NaN"
-    thresholds = {
-        "ratio": Threshold(0.1, "usual are 1e-4 to 1e-2, and up to 0.05 in the first steps of Adam"),
-        "certain": Threshold(0.5, "one step replaces half of the weights"),
-        "at_once": Threshold(2.0, "one step replaces all weights, so that a run in progress needs no further evidence"),
-        "lasting": Threshold(
-            0.2, "in every check of the first 20 steps; weights that start at 0 are above it for five"
-        ),
-    }
+    ratio = Threshold(0.1, "usual are 1e-4 to 1e-2, and up to 0.05 in the first steps of Adam")
+    certain = Threshold(0.5, "one step replaces half of the weights")
+    at_once = Threshold(2.0, "one step replaces all weights, so that a run in progress needs no further evidence")
+    lasting = Threshold(0.2, "in every check of the first 20 steps; weights that start at 0 are above it for five")
     needs = ("training_checks", "parameter_norms")
     yields_to_learning = True
 
@@ -84,22 +80,22 @@ class LearningRateTooHigh(Detector):
         if not len(ratios):
             return
         early = ratios.steps <= 20
-        is_large = early & (ratios.values > self.limit("ratio"))
+        is_large = early & (ratios.values > self.ratio)
         weights = history.curve("parameter_norms/total_weight_norm")
         starts_at_zero = len(weights) and weights.first < 1e-3
         if not (is_large.any() and np.isfinite(ratios.values[early]).any()) or starts_at_zero:
             return
         if history.loss.first_nonfinite == history.loss.first_step:  # before any update
             return
-        if _follows_a_jump(history, int(ratios.steps[is_large][0]), self.limit("ratio")):
+        if _follows_a_jump(history, int(ratios.steps[is_large][0]), self.ratio):
             return
         finite = np.where(is_large & np.isfinite(ratios.values), ratios.values, -np.inf)
         place = int(np.argmax(finite)) if np.isfinite(finite).any() else int(np.argmax(is_large))
         high, step = float(ratios.values[place]), int(ratios.steps[place])
-        is_brief = high <= self.limit("certain") and _ends_at_once(ratios, self.limit("ratio"))
-        harm = _early_harm(history, is_large=high > self.limit("certain"), is_brief=is_brief)
-        is_certain = high > self.limit("certain") and history.step < 20
-        only_lasts = not harm and _stays_above(history, self.limit("lasting"))
+        is_brief = high <= self.certain and _ends_at_once(ratios, self.ratio)
+        harm = _early_harm(history, is_large=high > self.certain, is_brief=is_brief)
+        is_certain = high > self.certain and history.step < 20
+        only_lasts = not harm and _stays_above(history, self.lasting)
         if only_lasts:
             harm = ", and all others of the first 20 do likewise, so that they overwrite the weights"
         if not (harm or is_certain):
@@ -115,10 +111,10 @@ class LearningRateTooHigh(Detector):
             int(ratios.steps[is_large][0]),
             f"The learning rate {_text(lr)} is too high: at step {step:,} one update {change}{harm}.",
             _remedy(lr, high, has_schedule=has_scheduler(history)),
-            Evidence("training_checks/update_ratio", high, self.limit("ratio"), "1e-4 to 1e-2"),
-            confidence=0.95 if harm and high > self.limit("certain") else 0.85,
+            Evidence("training_checks/update_ratio", high, self.ratio, "1e-4 to 1e-2"),
+            confidence=0.95 if harm and high > self.certain else 0.85,
         )
-        yield replace(finding, waits=not high > self.limit("at_once"))
+        yield replace(finding, waits=not high > self.at_once)
 
 
 def _stays_above(history: History, limit: float) -> bool:
@@ -226,13 +222,11 @@ class LearningRateTooLow(Detector):
     name = "learning-rate-too-low"
     stage = "updates"
     symptom = "The loss hardly falls"
-    thresholds = {
-        "ratio": Threshold(1e-4, "10 times below the usual 1e-3; only counts if the loss does not fall"),
-        "certain": Threshold(5e-6, "about 1e5 steps would be needed to replace the weights"),
-        "fall": Threshold(0.03, "a training that works falls by more within 50 steps"),
-        "constant": Threshold(0.9, "of the loss of the best constant, as an alternative to the fall"),
-        "clipped": Threshold(0.1, "of the gradient norm that is left; then clipping is the cause"),
-    }
+    ratio = Threshold(1e-4, "10 times below the usual 1e-3; only counts if the loss does not fall")
+    certain = Threshold(5e-6, "about 1e5 steps would be needed to replace the weights")
+    fall = Threshold(0.03, "a training that works falls by more within 50 steps")
+    constant = Threshold(0.9, "of the loss of the best constant, as an alternative to the fall")
+    clipped = Threshold(0.1, "of the gradient norm that is left; then clipping is the cause")
     needs = ("training_checks", "parameter_norms")
     yields_to_learning = True
 
@@ -247,13 +241,13 @@ class LearningRateTooLow(Detector):
         if not lr > 0 or history.facts.get("rounded_away", {}).get("share", 0) > 0.5:
             return
         highest = float(values.max())
-        at_once = highest < self.limit("certain") and not has_scheduler(history)
-        hardly_learns = loss_fall(history) < self.limit("fall") or compared(history)[0] > self.limit("constant")
-        is_slow = highest < self.limit("ratio") and history.step >= 50 and hardly_learns
+        at_once = highest < self.certain and not has_scheduler(history)
+        hardly_learns = loss_fall(history) < self.fall or compared(history)[0] > self.constant
+        is_slow = highest < self.ratio and history.step >= 50 and hardly_learns
         if not (at_once or is_slow):
             return
         clipped = median_of(history.curve("training_checks/clip_factor").values)
-        if clipped < self.limit("clipped") and not history.is_adam_like:
+        if clipped < self.clipped and not history.is_adam_like:
             return  # the gradients are clipped to a small part of their norm
         factor = 10.0 ** round(-3 - math.log10(highest))
         remedy = f"Raise the learning rate, to {_text(lr * factor)} for example."
@@ -267,7 +261,7 @@ class LearningRateTooLow(Detector):
             f"The learning rate {_text(lr)} is too low: an update changes the weights by only {highest:.1e} of their "
             f"size, so that the loss hardly falls.",
             remedy,
-            Evidence("training_checks/update_ratio", highest, self.limit("ratio"), "1e-4 to 1e-2"),
+            Evidence("training_checks/update_ratio", highest, self.ratio, "1e-4 to 1e-2"),
             confidence=0.9 if is_slow else 0.75,
         )
 
@@ -305,10 +299,8 @@ class WarmUpTooLong(Detector):
     name = "warm-up-too-long"
     stage = "set-up"
     symptom = "The loss hardly falls"
-    thresholds = {
-        "level": Threshold(0.2, "of the learning rate that was set; warm-ups of 5 to 10 % have ended by then"),
-        "share": Threshold(0.5, "of the planned steps; without a plan, the end of the run"),
-    }
+    level = Threshold(0.2, "of the learning rate that was set; warm-ups of 5 to 10 % have ended by then")
+    share = Threshold(0.5, "of the planned steps; without a plan, the end of the run")
     needs = ("training_metrics",)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -318,8 +310,8 @@ class WarmUpTooLong(Detector):
         if not target or len(curve) < 20 or not is_warming_up(history):
             return
         planned = history.planned_steps or 0
-        is_late = history.step >= self.limit("share") * planned if planned else history.is_over
-        if not is_late or curve.last >= self.limit("level") * target:
+        is_late = history.step >= self.share * planned if planned else history.is_over
+        if not is_late or curve.last >= self.level * target:
             return
         yield self.finding(
             # A run without a plan may be the start of a longer one, but OneCycleLR knows its number of steps.
@@ -328,7 +320,7 @@ class WarmUpTooLong(Detector):
             f"The warm-up is longer than the training: after {history.step:,} steps the learning rate is "
             f"{curve.last:.3g}, still rising, and {target:.3g} was set.",
             "Use a warm-up of 1 to 10 % of the steps, and step its scheduler after every batch.",
-            Evidence(LR, curve.last, self.limit("level") * target, "the learning rate that was set, after the warm-up"),
+            Evidence(LR, curve.last, self.level * target, "the learning rate that was set, after the warm-up"),
             confidence=0.9,
         )
 
@@ -346,11 +338,9 @@ class LearningRateZero(Detector):
     name = "learning-rate-zero"
     stage = "set-up"
     symptom = "The loss does not change at all"
-    thresholds = {
-        "steps": Threshold(5, "a warm-up may start at 0 for one step"),
-        "share": Threshold(0.1, "of the training, at its start"),
-        "share_at_end": Threshold(0.25, "of the training; schedules may end at 0 for a while"),
-    }
+    steps = Threshold(5, "a warm-up may start at 0 for one step")
+    share = Threshold(0.1, "of the training, at its start")
+    share_at_end = Threshold(0.25, "of the training; schedules may end at 0 for a while")
     needs = ("training_metrics",)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -367,8 +357,8 @@ class LearningRateZero(Detector):
             first = int(curve.steps[positive[-1] + 1]) if len(positive) else int(curve.steps[0])
             end = history.step + 1
         duration, total = end - first, max(history.planned_steps or 0, history.step)
-        share = self.limit("share_at_end" if len(positive) and not is_over else "share")
-        if duration < self.limit("steps") or duration < share * total:
+        share = self.share_at_end if len(positive) and not is_over else self.share
+        if duration < self.steps or duration < share * total:
             return
         yield self.finding(
             "warning" if is_over else "critical",
@@ -404,13 +394,11 @@ class ScheduleEndsEarly(Detector):
     name = "schedule-ends-early"
     stage = "set-up"
     symptom = "The loss stops falling early"
-    thresholds = {
-        "level": Threshold(0.005, "below 0.5 % of the peak a step has no effect; usual final values are 1 to 10 %"),
-        "share": Threshold(0.35, "the share of the training that is spent there; cosine schedules spend 5 %"),
-        "small": Threshold(0.015, "of the peak, which usual schedules reach late"),
-        "long": Threshold(0.85, "the share of the training that is spent below that"),
-        "nothing": Threshold(1e-4, "of the peak, from which no schedule returns; for trainings in progress"),
-    }
+    level = Threshold(0.005, "below 0.5 % of the peak a step has no effect; usual final values are 1 to 10 %")
+    share = Threshold(0.35, "the share of the training that is spent there; cosine schedules spend 5 %")
+    small = Threshold(0.015, "of the peak, which usual schedules reach late")
+    long = Threshold(0.85, "the share of the training that is spent below that")
+    nothing = Threshold(1e-4, "of the peak, from which no schedule returns; for trainings in progress")
     needs = ("training_metrics",)
     waits = True
 
@@ -426,9 +414,9 @@ class ScheduleEndsEarly(Detector):
         if "Restarts" in scheduler:
             return
         total = max(history.planned_steps or 0, history.step)
-        limits = [(self.limit("level"), self.limit("share"))]
+        limits = [(self.level, self.share)]
         if "Plateau" not in scheduler:
-            limits.append((self.limit("small"), self.limit("long")))
+            limits.append((self.small, self.long))
         steps = [(self._used_up_at(history, curve, level * peak, share * total), level) for level, share in limits]
         found = [(step, level) for step, level in steps if step is not None]
         if not found:
@@ -466,7 +454,7 @@ class ScheduleEndsEarly(Detector):
 
     def _is_used_up(self, history: History, step: int, level: float) -> bool:
         """Return whether the learning rate of a run without a plan has been nearly 0 for half of the steps so far."""
-        return level < self.limit("nothing") and history.step >= 100 and history.step - step > 0.5 * history.step
+        return level < self.nothing and history.step >= 100 and history.step - step > 0.5 * history.step
 
 
 @DetectorRegistry.register
@@ -484,7 +472,7 @@ class CosineRises(Detector):
     name = "cosine-schedule-rises"
     stage = "set-up"
     symptom = "The learning rate goes up and down"
-    thresholds = {"rise": Threshold(0.2, "share of the peak by which the learning rate rises after a minimum")}
+    rise = Threshold(0.2, "share of the peak by which the learning rate rises after a minimum")
     needs = ("training_metrics",)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -498,7 +486,7 @@ class CosineRises(Detector):
             return
         peak, first = float(np.nanmax(values)), int(np.nanargmax(values))
         lowest = np.minimum.accumulate(values[first:])
-        has_risen = values[first:] > lowest + self.limit("rise") * peak
+        has_risen = values[first:] > lowest + self.rise * peak
         if not scheduler:  # the shape alone: down to nearly 0, and gradually up again, as no usual schedule does
             is_gradual = bool(np.max(np.diff(values)) < 0.3 * peak)
             # A cyclic schedule begins with a rise about as long as its fall, and not with a short warm-up or the peak.
@@ -531,11 +519,9 @@ class LearningRateJump(Detector):
     name = "learning-rate-jump"
     stage = "set-up"
     symptom = "The loss spikes in the middle of a training"
-    thresholds = {
-        "factor": Threshold(5.0, "warm-ups rise more slowly from step to step"),
-        "rise": Threshold(1.5, "the loss after the jump over that before; restarts raise it less or recover"),
-        "growth": Threshold(20.0, "highest over first learning rate, if it is highest at the end; warm-ups end early"),
-    }
+    factor = Threshold(5.0, "warm-ups rise more slowly from step to step")
+    rise = Threshold(1.5, "the loss after the jump over that before; restarts raise it less or recover")
+    growth = Threshold(20.0, "highest over first learning rate, if it is highest at the end; warm-ups end early")
     needs = ("training_metrics", "training_checks")
     yields_to_learning = True
 
@@ -545,7 +531,7 @@ class LearningRateJump(Detector):
         values, steps = curve.values, curve.steps
         if len(values) < 3:
             return
-        jumps = np.flatnonzero((values[1:] > self.limit("factor") * values[:-1]) & (values[:-1] > 0) & (steps[1:] > 20))
+        jumps = np.flatnonzero((values[1:] > self.factor * values[:-1]) & (values[:-1] > 0) & (steps[1:] > 20))
         for index in jumps:
             step = int(steps[index + 1])
             before = median_of(loss.between(step - 20, step - 1))
@@ -555,17 +541,15 @@ class LearningRateJump(Detector):
             # Losses of single batches scatter, above all with mixup: a planned restart harms if it lifts their level.
             later = np.sort(loss.values[loss.steps >= step])
             recovers = median_of(later[: max(5, len(later) // 4)]) < 1.1 * before and loss.first_nonfinite is None
-            is_planned = is_restart and (recovers or median_of(after) < self.limit("rise") * before)
-            if highest > self.limit("rise") * before and not is_planned:
+            is_planned = is_restart and (recovers or median_of(after) < self.rise * before)
+            if highest > self.rise * before and not is_planned:
                 yield self.finding(
                     "warning",
                     step,
                     f"The learning rate jumped from {values[index]:.3g} to {values[index + 1]:.3g} at step {step:,}, "
                     f"and the loss rose from {before:.3g} to {highest:.3g}.",
                     "Check the schedule around this step, or lower the learning rate of the restart.",
-                    Evidence(
-                        LR, float(values[index + 1]), self.limit("factor") * float(values[index]), "a gradual change"
-                    ),
+                    Evidence(LR, float(values[index + 1]), self.factor * float(values[index]), "a gradual change"),
                     confidence=0.85,
                 )
                 return
@@ -575,7 +559,7 @@ class LearningRateJump(Detector):
         """Yield a finding if the learning rate grows until the end, and the loss is far above its lowest level."""
         values, losses = curve.values, history.loss.values
         highest, count = float(np.max(values, initial=0.0, where=np.isfinite(values))), max(5, len(losses) // 20)
-        ends_high = curve.last >= 0.5 * highest and highest > self.limit("growth") * values[0] > 0
+        ends_high = curve.last >= 0.5 * highest and highest > self.growth * values[0] > 0
         if len(losses) < 60 or not ends_high:
             return
         levels = [median_of(losses[start : start + count]) for start in range(0, len(losses) - count + 1, count)]
@@ -585,7 +569,7 @@ class LearningRateJump(Detector):
         last = end_level(history.loss)
         lowest_at = int(history.loss.steps[best * count])
         at_lowest = curve.at(lowest_at)
-        if best >= len(levels) - 2 or not last > self.limit("rise") * levels[best] or not curve.last > 3 * at_lowest:
+        if best >= len(levels) - 2 or not last > self.rise * levels[best] or not curve.last > 3 * at_lowest:
             return
         yield self.finding(
             "warning",
@@ -593,7 +577,7 @@ class LearningRateJump(Detector):
             f"The learning rate grows from {values[0]:.3g} to {highest:.3g}, and the loss rises with it, from "
             f"{levels[best]:.3g} around step {lowest_at:,}, at a learning rate of {at_lowest:.3g}, to {last:.3g}.",
             "Check the schedule: a warm-up has to end, and its factor multiplies the initial learning rate.",
-            Evidence(LR, highest, self.limit("growth") * float(values[0]), "falls after a short warm-up"),
+            Evidence(LR, highest, self.growth * float(values[0]), "falls after a short warm-up"),
             confidence=0.9,
         )
 
@@ -613,11 +597,9 @@ class WarmUpMissing(Detector):
     name = "warm-up-missing"
     stage = "updates"
     symptom = "The loss rises in the first steps and falls later"
-    thresholds = {
-        "rise": Threshold(1.3, "the highest early loss over the initial one; noise stays below 1.2"),
-        "ratio": Threshold(0.01, "the largest early update; smaller ones do not raise the loss, but noise may"),
-        "fallen": Threshold(0.9, "of the loss, from which on the finding is a remark: the training has recovered"),
-    }
+    rise = Threshold(1.3, "the highest early loss over the initial one; noise stays below 1.2")
+    ratio = Threshold(0.01, "the largest early update; smaller ones do not raise the loss, but noise may")
+    fallen = Threshold(0.9, "of the loss, from which on the finding is a remark: the training has recovered")
     needs = ("training_checks",)
     yields_to_learning = True
 
@@ -636,18 +618,18 @@ class WarmUpMissing(Detector):
         recovers = start_level(loss, 1) > median_of(loss.values[-10:])
         is_new = loss.first > 0.5 * uniform_loss(history)  # a trained model that continues starts lower
         ratios = update_ratios(history)
-        is_small = float(np.max(ratios.values[ratios.steps <= 20], initial=0.0)) < self.limit("ratio")
-        if has_warm_up or not recovers or not is_new or highest < self.limit("rise") * loss.first:
+        is_small = float(np.max(ratios.values[ratios.steps <= 20], initial=0.0)) < self.ratio
+        if has_warm_up or not recovers or not is_new or highest < self.rise * loss.first:
             return
         if len(ratios) and is_small:
             return
-        step = loss.first_step_where(loss.values > self.limit("rise") * loss.first) or 1
+        step = loss.first_step_where(loss.values > self.rise * loss.first) or 1
         yield self.finding(
-            "info" if loss_fall(history) > self.limit("fallen") else "warning",
+            "info" if loss_fall(history) > self.fallen else "warning",
             step,
             f"The loss rose from {loss.first:.3g} to {highest:.3g} in the first steps, which start at the full "
             f"learning rate of {_text(initial_lr(history))}: a warm-up is missing.",
             "Add a warm-up: torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, 1.0, total_iters=100).",
-            Evidence("training_checks/loss", highest, self.limit("rise") * loss.first, "falls from the start"),
+            Evidence("training_checks/loss", highest, self.rise * loss.first, "falls from the start"),
             confidence=0.7,
         )

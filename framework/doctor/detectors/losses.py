@@ -125,21 +125,19 @@ class TemperatureMissing(Detector):
     name = "temperature-missing"
     stage = "set-up"
     symptom = "A contrastive loss, or one of cosines, stops falling at a high value"
-    thresholds = {
-        "scale": Threshold(1.2, "factor of the cosines; temperatures of 0.05 to 0.5 give 2 to 20"),
-        "bound": Threshold(0.3, "of ln(C), below which a model can still be certain"),
-    }
+    scale = Threshold(1.2, "factor of the cosines; temperatures of 0.05 to 0.5 give 2 to 20")
+    bound = Threshold(0.3, "of ln(C), below which a model can still be certain")
     needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the factor of the cosines leaves a high lower bound of the loss."""
         curve = history.curve(f"{CHECKS}/cosine_scale")
         scale, classes = abs(curve.last), history.last(f"{CHECKS}/class_count")
-        if not scale < self.limit("scale") or not classes > 1:
+        if not scale < self.scale or not classes > 1:
             return
         # The right class has the cosine 1 and all others −1: −ln(eˢ / (eˢ + (C − 1) e⁻ˢ)).
         bound = math.log1p((classes - 1) * math.exp(-2 * scale))
-        if not bound > self.limit("bound") * math.log(classes):
+        if not bound > self.bound * math.log(classes):
             return
         yield self.finding(
             "warning",
@@ -147,7 +145,7 @@ class TemperatureMissing(Detector):
             f"The logits are cosines times {scale:.3g}, so the cross-entropy over {classes:g} classes cannot fall "
             f"below {bound:.3g}, and equal probabilities give {math.log(classes):.3g}.",
             "Divide the cosines by a temperature, such as 0.1, or multiply them by a trained factor.",
-            Evidence(f"{CHECKS}/cosine_scale", scale, self.limit("scale"), "2 to 20"),
+            Evidence(f"{CHECKS}/cosine_scale", scale, self.scale, "2 to 20"),
             confidence=0.9,
         )
 
@@ -318,26 +316,24 @@ class TargetsOutOfReach(Detector):
     name = "targets-out-of-reach"
     stage = "set-up"
     symptom = "A regression predicts some of its targets badly, with any settings"
-    thresholds = {
-        "share": Threshold(0.03, "of the targets; fewer may be rounding or noise around a bound"),
-        "many": Threshold(0.3, "a critical finding"),
-    }
+    share = Threshold(0.03, "of the targets; fewer may be rounding or noise around a bound")
+    many = Threshold(0.3, "a critical finding")
     needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if a part of the targets is out of reach in the median over the checks."""
         curve = history.curve(f"{CHECKS}/unreachable_target_fraction")
         share = median_of(curve.values)
-        if not share > self.limit("share"):
+        if not share > self.share:
             return
         lowest, highest = (history.curve(f"{CHECKS}/target_{name}") for name in ("min", "max"))
         yield self.finding(
-            "critical" if share > self.limit("many") else "warning",
+            "critical" if share > self.many else "warning",
             curve.first_step,
             f"The model ends with an activation (such as ReLU, sigmoid or tanh) whose range leaves out {share:.0%} of "
             f"the targets, which go from {np.min(lowest.values):.3g} to {np.max(highest.values):.3g}.",
             "Remove the activation after the last layer, or scale the targets to its range.",
-            Evidence(f"{CHECKS}/unreachable_target_fraction", share, self.limit("share"), "0"),
+            Evidence(f"{CHECKS}/unreachable_target_fraction", share, self.share, "0"),
             confidence=0.9,
         )
 
@@ -358,17 +354,15 @@ class TargetsNotProbabilities(Detector):
     name = "targets-not-probabilities"
     stage = "set-up"
     symptom = "The loss of a classifier is negative, or worse than it should be with several labels"
-    thresholds = {
-        "deviation": Threshold(0.1, "of the mean sum from 1; rounding and smoothing stay below"),
-        "beyond": Threshold(0.001, "of the targets outside of 0 to 1; rounding reaches none that count"),
-    }
+    deviation = Threshold(0.1, "of the mean sum from 1; rounding and smoothing stay below")
+    beyond = Threshold(0.001, "of the targets outside of 0 to 1; rounding reaches none that count")
     needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the targets of a row do not add up to 1, or if some are outside of 0 to 1."""
         invalid = history.curve(f"{CHECKS}/invalid_target_fraction")
         share = median_of(invalid.values)
-        if share > self.limit("beyond"):
+        if share > self.beyond:
             lowest, highest = (history.curve(f"{CHECKS}/target_{name}").values for name in ("min", "max"))
             yield self.finding(
                 "critical",
@@ -376,13 +370,13 @@ class TargetsNotProbabilities(Detector):
                 f"The binary cross-entropy gets targets from {np.min(lowest):.3g} to {np.max(highest):.3g}: "
                 f"{share:.0%} are outside of 0 to 1, where it has no lower bound and drives the outputs to infinity.",
                 "Bring the targets to 0 and 1, such as mask / 255 or (mask > 0).float(), or use a loss for numbers.",
-                Evidence(f"{CHECKS}/invalid_target_fraction", share, self.limit("beyond"), "0"),
+                Evidence(f"{CHECKS}/invalid_target_fraction", share, self.beyond, "0"),
                 confidence=0.97,
             )
             return
         curve = history.curve(f"{CHECKS}/soft_target_sum")
         total = median_of(curve.values)
-        if not abs(total - 1) > self.limit("deviation"):
+        if not abs(total - 1) > self.deviation:
             return
         yield self.finding(
             "warning",
@@ -391,7 +385,7 @@ class TargetsNotProbabilities(Detector):
             "not probabilities of classes that exclude each other.",
             "Use binary_cross_entropy_with_logits if rows have several labels; else give probabilities, or the numbers "
             "of the classes.",
-            Evidence(f"{CHECKS}/soft_target_sum", total, 1 + self.limit("deviation"), "1"),
+            Evidence(f"{CHECKS}/soft_target_sum", total, 1 + self.deviation, "1"),
             confidence=0.9,
         )
 
@@ -523,15 +517,11 @@ class InitialLossHigh(Detector):
     name = "initial-loss-high"
     stage = "activations"
     symptom = "The first loss is much larger than ln(number of classes)"
-    thresholds = {
-        "factor": Threshold(
-            3.5, "usual initialisations give 1.0 to 1.5 times ln(C), new heads on other features up to 3.4"
-        ),
-        "weights": Threshold(3.0, "times 1/√fan_in; usual initialisations give 0.5 to 1.5"),
-        "inputs": Threshold(3.0, "mean or standard deviation of inputs, which are normalised below it"),
-        "certain": Threshold(30.0, "times ln(C), which no pretrained model gives"),
-        "growth": Threshold(100.0, "largest over smallest block activation; those of sound models differ by 10"),
-    }
+    factor = Threshold(3.5, "usual initialisations give 1.0 to 1.5 times ln(C), new heads on other features up to 3.4")
+    weights = Threshold(3.0, "times 1/√fan_in; usual initialisations give 0.5 to 1.5")
+    inputs = Threshold(3.0, "mean or standard deviation of inputs, which are normalised below it")
+    certain = Threshold(30.0, "times ln(C), which no pretrained model gives")
+    growth = Threshold(100.0, "largest over smallest block activation; those of sound models differ by 10")
     needs = (CHECKS,)
     yields_to_learning = True
 
@@ -541,7 +531,7 @@ class InitialLossHigh(Detector):
         averages = history.last(f"{CHECKS}/averages_micro_batches") != 0
         parts = 1 if averages else max(history.last(f"{CHECKS}/micro_batches"), 1)
         uniform, first = uniform_loss(history), history.loss.first / parts
-        if not first > max(self.limit("factor") * uniform, uniform + 2) or history.loss.first_step > 1:
+        if not first > max(self.factor * uniform, uniform + 2) or history.loss.first_step > 1:
             return
         if history.facts.get("scaler") and first > LEAST_SCALE * uniform:
             return  # the loss times the factor of a loss scaler
@@ -549,7 +539,7 @@ class InitialLossHigh(Detector):
             return  # the loss of all elements together, see loss-summed
         # The logits of a pretrained model may be large for other data.
         is_pretrained = bool(history.facts.get("frozen_modules")) or (
-            first < self.limit("certain") * uniform and self._has_usual_scales(history)
+            first < self.certain * uniform and self._has_usual_scales(history)
         )
         when, remedy = self._reason(history, first / uniform)
         if is_pretrained:
@@ -559,7 +549,7 @@ class InitialLossHigh(Detector):
             1,
             f"The first loss is {first:.3g}, but equal probabilities give ln(C) = {uniform:.3g}: {when}.",
             remedy,
-            Evidence(f"{CHECKS}/loss", first, self.limit("factor") * uniform, f"about {uniform:.3g}"),
+            Evidence(f"{CHECKS}/loss", first, self.factor * uniform, f"about {uniform:.3g}"),
             confidence=0.8,
         )
 
@@ -570,7 +560,7 @@ class InitialLossHigh(Detector):
             return f"the loss is multiplied by {1 / divisor:,.4g}", "Remove the factor, which acts as a learning rate."
         blocks = {name: curve.first for name, curve in history.family("activations/rms").items() if curve.first > 0}
         largest = max(blocks, key=blocks.__getitem__, default="")
-        if blocks and blocks[largest] > self.limit("growth") * min(blocks.values()):
+        if blocks and blocks[largest] > self.growth * min(blocks.values()):
             why = f"activations grow from block to block, up to {blocks[largest]:.3g} in {largest}"
             return why, "Normalise the blocks, scale their residual branches, or divide sums by the number of terms."
         remedy = "Check the initialisation of the last layer and the scale of the inputs."
@@ -580,7 +570,7 @@ class InitialLossHigh(Detector):
         """Return whether the initial weights of all layers and the inputs, of numbers, have usual sizes."""
         _, largest = (history.facts.get("weight_scales") or {}).get("largest", ("", math.inf))
         mean, deviation = (history.curve(f"{CHECKS}/{name}").first for name in ("input_mean", "input_std"))
-        return largest < self.limit("weights") and max(abs(mean), deviation) < self.limit("inputs")
+        return largest < self.weights and max(abs(mean), deviation) < self.inputs
 
 
 @DetectorRegistry.register
@@ -598,7 +588,7 @@ class TargetsNotNormalised(Detector):
     name = "targets-not-normalised"
     stage = "set-up"
     symptom = "The loss is huge, or training is unstable"
-    thresholds = {"loss": Threshold(1e4, "a deviation of 100 in targets or outputs")}
+    loss = Threshold(1e4, "a deviation of 100 in targets or outputs")
     needs = (CHECKS,)
     yields_to_learning = True
 
@@ -607,7 +597,7 @@ class TargetsNotNormalised(Detector):
         loss, deviation = history.loss, history.curve(f"{CHECKS}/input_std").first
         scale = (history.facts.get("weight_scales") or {}).get("median", 0)
         is_known = history.last(f"{CHECKS}/class_count") == 0 and history.last(f"{CHECKS}/loss_is_summed") == 0
-        is_huge = self.limit("loss") < loss.first < math.inf
+        is_huge = self.loss < loss.first < math.inf
         if loss.first_step != 1 or not is_known or not is_huge or deviation > 10 or scale > 4:
             return
         yield self.finding(
@@ -616,7 +606,7 @@ class TargetsNotNormalised(Detector):
             f"The first loss is {loss.first:.3g}, so targets or outputs have a deviation of about "
             f"{math.sqrt(loss.first):,.0f}.",
             "Standardise the targets: (targets - targets.mean()) / targets.std().",
-            Evidence(f"{CHECKS}/loss", loss.first, self.limit("loss"), "near 1"),
+            Evidence(f"{CHECKS}/loss", loss.first, self.loss, "near 1"),
             confidence=0.7,
         )
 
@@ -634,10 +624,8 @@ class LossRising(Detector):
     name = "loss-rising"
     stage = "loss"
     symptom = "The loss rises"
-    thresholds = {
-        "factor": Threshold(1.5, "the last loss over the first; noise and harder data stay below"),
-        "trend": Threshold(0.8, "rank correlation of loss and step"),
-    }
+    factor = Threshold(1.5, "the last loss over the first; noise and harder data stay below")
+    trend = Threshold(0.8, "rank correlation of loss and step")
     needs = (CHECKS,)
     yields_to_learning = True
 
@@ -662,8 +650,8 @@ class LossRising(Detector):
         first, last = start_level(loss), end_level(loss)
         finite = np.isfinite(loss.values)
         trend = rank_correlation(loss.values[finite])
-        factor = 1.05 if maximises else self.limit("factor")
-        if last > factor * first and (maximises or trend > self.limit("trend")):
+        factor = 1.05 if maximises else self.factor
+        if last > factor * first and (maximises or trend > self.trend):
             reason = "the optimizer has maximize=True" if maximises else "its sign, or that of the update, may be wrong"
             yield self._finding(
                 loss.first_step_where(loss.values > factor * first) or 1,
@@ -703,11 +691,9 @@ class NoBetterThanUniform(Detector):
     name = "no-better-than-uniform"
     stage = "loss"
     symptom = "The loss stays at ln(number of classes)"
-    thresholds = {
-        "share": Threshold(0.93, "of ln(C); a training that works is far below after 100 steps"),
-        "share_of_plan": Threshold(0.2, "of the planned steps, or of 1,500 if the plan is unknown"),
-        "first_update": Threshold(0.03, "of the weights; the first updates of AdamW change about 1 %"),
-    }
+    share = Threshold(0.93, "of ln(C); a training that works is far below after 100 steps")
+    share_of_plan = Threshold(0.2, "of the planned steps, or of 1,500 if the plan is unknown")
+    first_update = Threshold(0.03, "of the weights; the first updates of AdamW change about 1 %")
     needs = (CHECKS,)
     waits = True
 
@@ -715,12 +701,12 @@ class NoBetterThanUniform(Detector):
         """Return a finding if the last losses are near ln(C)."""
         uniform, loss = uniform_loss(history), history.loss
         # Large models and hard tasks start with a plateau, so a run in progress gets a fifth of its plan.
-        patience = self.limit("share_of_plan") * (history.planned_steps or 1500)
+        patience = self.share_of_plan * (history.planned_steps or 1500)
         if len(loss) < 100 or loss.last_step < (100 if history.is_over else max(100, patience)):
             return
         last = end_level(loss)
         lowest = median_of(np.sort(loss.values)[: max(5, len(loss) // 10)])
-        if is_warming_up(history) or not (lowest > self.limit("share") * uniform and last < 1.5 * uniform):
+        if is_warming_up(history) or not (lowest > self.share * uniform and last < 1.5 * uniform):
             return
         frozen = sorted((history.facts.get("frozen_modules") or {}).items(), key=lambda item: -item[1])
         first_update = update_ratios(history).first
@@ -731,7 +717,7 @@ class NoBetterThanUniform(Detector):
             names = listed([f"{share:.0%} of {name}" for name, share in frozen], 3)
             reason = f"Frozen: {names}. This works only if these weights were trained before."
             remedy = "Load trained weights of the frozen parts, or set requires_grad=True for their parameters."
-        elif first_update > self.limit("first_update"):
+        elif first_update > self.first_update:
             reason = (
                 f"The first update changed {first_update:.0%} of the weights, which may have spoiled them; or else the "
                 "labels do not belong to their inputs."
@@ -749,7 +735,7 @@ class NoBetterThanUniform(Detector):
             f"Suspicious: after {loss.last_step:,} steps the loss is {last:.3g}, and equal probabilities give ln(C) = "
             f"{uniform:.3g}, so the model has learned nothing. {reason}",
             remedy,
-            Evidence(f"{CHECKS}/loss", last, self.limit("share") * uniform, f"far below {uniform:.3g}"),
+            Evidence(f"{CHECKS}/loss", last, self.share * uniform, f"far below {uniform:.3g}"),
             confidence=0.5,
         )
 
@@ -770,12 +756,10 @@ class NoBetterThanFrequencies(Detector):
     name = "no-better-than-frequencies"
     stage = "loss"
     symptom = "The loss falls in the first steps, to the entropy of the targets, and stays there"
-    thresholds = {
-        "share": Threshold(0.97, "of the entropy of the same batch; models that learn from inputs are below"),
-        "even": Threshold(0.93, "of ln(C), above which no-better-than-uniform reports the same"),
-        "steps": Threshold(200, "steps; models that learn are below the entropy by then"),
-        "checks": Threshold(3, "last checked batches after a quarter of the steps, of which the median counts"),
-    }
+    share = Threshold(0.97, "of the entropy of the same batch; models that learn from inputs are below")
+    even = Threshold(0.93, "of ln(C), above which no-better-than-uniform reports the same")
+    steps = Threshold(200, "steps; models that learn are below the entropy by then")
+    checks = Threshold(3, "last checked batches after a quarter of the steps, of which the median counts")
     needs = (CHECKS,)
     waits = True
 
@@ -783,18 +767,18 @@ class NoBetterThanFrequencies(Detector):
         """Return a finding if the last checked losses are those of predicting the frequencies of their batches."""
         if not history.last(f"{CHECKS}/class_count") > 1 or is_warming_up(history):
             return
-        ratio, last, entropy = compared(history, int(self.limit("steps")), int(self.limit("checks")))
-        if not self.limit("share") < ratio < 1.1 or entropy > self.limit("even") * uniform_loss(history):
+        ratio, last, entropy = compared(history, int(self.steps), int(self.checks))
+        if not self.share < ratio < 1.1 or entropy > self.even * uniform_loss(history):
             return
         yield self.finding(
             "warning",
-            int(self.limit("steps")),
+            int(self.steps),
             f"Suspicious: after {history.loss.last_step:,} steps the loss is {last:.3g}, and predicting how frequent "
             f"the targets are gives {entropy:.3g}, so the model has learned nothing from its inputs. If no other "
             "finding explains it, the targets may not belong to their inputs.",
             "Print a few rows with their targets; check that view, reshape and flatten keep outputs and targets in the "
             "same order; try to overfit a single batch, which must bring the loss near 0.",
-            Evidence(f"{CHECKS}/term_loss", last, self.limit("share") * entropy, f"far below {entropy:.3g}"),
+            Evidence(f"{CHECKS}/term_loss", last, self.share * entropy, f"far below {entropy:.3g}"),
             confidence=0.5,
         )
 
@@ -820,22 +804,20 @@ class NoBetterThanMean(Detector):
     name = "no-better-than-mean"
     stage = "loss"
     symptom = "The loss of a regression stays at or far above the variance of the targets"
-    thresholds = {
-        "share": Threshold(0.97, "of the variance of the same batch; targets that inputs explain by less are rare"),
-        "worse": Threshold(5.0, "times the variance; critics, whose targets move, can be above it for a while"),
-        "steps": Threshold(200, "steps; models that learn are below the variance by then"),
-        "checks": Threshold(3, "last checked batches after a quarter of the steps, of which the median counts"),
-    }
+    share = Threshold(0.97, "of the variance of the same batch; targets that inputs explain by less are rare")
+    worse = Threshold(5.0, "times the variance; critics, whose targets move, can be above it for a while")
+    steps = Threshold(200, "steps; models that learn are below the variance by then")
+    checks = Threshold(3, "last checked batches after a quarter of the steps, of which the median counts")
     needs = (CHECKS,)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last checked losses are those of predicting the mean of their batches."""
-        ratio, last, variance = compared(history, int(self.limit("steps")), int(self.limit("checks")))
+        ratio, last, variance = compared(history, int(self.steps), int(self.checks))
         is_term = history.last(f"{CHECKS}/loss_has_terms") > 0
         if is_term or history.last(f"{CHECKS}/class_count") > 0 or is_warming_up(history):
             return
-        if not (self.limit("share") < ratio < NEAR_MEAN or ratio > self.limit("worse")):
+        if not (self.share < ratio < NEAR_MEAN or ratio > self.worse):
             return
         loss = history.curve(f"{CHECKS}/term_loss")
         losses = (
@@ -851,7 +833,7 @@ class NoBetterThanMean(Detector):
                 "Print a few rows with their targets and predictions; check that the targets are those that belong to "
                 "the inputs; try to overfit a single batch, which must bring the loss near 0."
             )
-        elif loss.first > self.limit("worse") * variance:
+        elif loss.first > self.worse * variance:
             why = (
                 f"After {losses}: the outputs are too large or too small from the start, where the loss is "
                 f"{loss.first:.3g}."
@@ -865,10 +847,10 @@ class NoBetterThanMean(Detector):
             remedy = "Lower the learning rate, and print a few rows with their targets and predictions."
         yield self.finding(
             "warning",
-            int(self.limit("steps")),
+            int(self.steps),
             why,
             remedy,
-            Evidence(f"{CHECKS}/term_loss", last, self.limit("share") * variance, f"far below {variance:.3g}"),
+            Evidence(f"{CHECKS}/term_loss", last, self.share * variance, f"far below {variance:.3g}"),
             confidence=0.5 if ratio < NEAR_MEAN else 0.7,
         )
 
@@ -888,10 +870,8 @@ class LossConstant(Detector):
     name = "loss-constant"
     stage = "outputs"
     symptom = "The loss is the same number at every step"
-    thresholds = {
-        "spread": Threshold(1e-4, "of the loss; losses of different batches differ by more"),
-        "steps": Threshold(50, "steps"),
-    }
+    spread = Threshold(1e-4, "of the loss; losses of different batches differ by more")
+    steps = Threshold(50, "steps")
     needs = (CHECKS,)
     waits = True
 
@@ -899,9 +879,9 @@ class LossConstant(Detector):
         """Return a finding if all losses agree to four digits, and the optimizer changes the weights."""
         loss = history.loss
         values, level = loss.values, abs(loss.first)
-        if len(loss) < self.limit("steps") or not np.isfinite(values).all() or not level > 0:
+        if len(loss) < self.steps or not np.isfinite(values).all() or not level > 0:
             return
-        if not np.ptp(values) < self.limit("spread") * level or not median_of(update_ratios(history).values) > 1e-7:
+        if not np.ptp(values) < self.spread * level or not median_of(update_ratios(history).values) > 1e-7:
             return
         yield self.finding(
             "warning",
@@ -929,7 +909,7 @@ class LossNotFalling(Detector):
     name = "loss-not-falling"
     stage = "loss"
     symptom = "The loss does not fall"
-    thresholds = {"fall": Threshold(0.02, "trainings that work fall by more within 200 steps")}
+    fall = Threshold(0.02, "trainings that work fall by more within 200 steps")
     needs = (CHECKS,)
     waits = True
 
@@ -939,7 +919,7 @@ class LossNotFalling(Detector):
         if len(loss) < 100 or loss.last_step < 200 or loss.first_nonfinite is not None:
             return
         fall = loss_fall(history)
-        if fall < self.limit("fall"):
+        if fall < self.fall:
             yield self.finding(
                 "info",
                 200,
@@ -966,10 +946,8 @@ class LossSpike(Detector):
     name = "loss-spike"
     stage = "loss"
     symptom = "The loss spikes"
-    thresholds = {
-        "fall": Threshold(0.7, "of the level of the 20 steps after the spike: the loss falls from there"),
-        "patience": Threshold(60, "steps after the spike, so that noise is no fall"),
-    }
+    fall = Threshold(0.7, "of the level of the 20 steps after the spike: the loss falls from there")
+    patience = Threshold(60, "steps after the spike, so that noise is no fall")
     needs = ("loss_spikes",)
     yields_to_learning = True
 
@@ -988,7 +966,7 @@ class LossSpike(Detector):
         after = history.loss.between(step + 1, history.step)
         has_recovered = len(after) >= 10 and median_of(after[len(after) // 2 :]) <= before + 0.1 * abs(before)
         level, newest = median_of(after[:20]), median_of(after[-max(1, len(after) // 4) :])
-        is_falling = len(after) >= self.limit("patience") and newest < self.limit("fall") * level
+        is_falling = len(after) >= self.patience and newest < self.fall * level
         yield self.finding(
             "info" if has_recovered or is_falling else "warning",
             step,
@@ -1015,10 +993,8 @@ class LossUnbounded(Detector):
     name = "loss-unbounded"
     stage = "loss"
     symptom = "The loss becomes negative and falls ever faster"
-    thresholds = {
-        "size": Threshold(30.0, "times the first loss; likelihoods of continuous data become less negative"),
-        "speed": Threshold(1.2, "fall in the last third over that in the second; trainings slow down"),
-    }
+    size = Threshold(30.0, "times the first loss; likelihoods of continuous data become less negative")
+    speed = Threshold(1.2, "fall in the last third over that in the second; trainings slow down")
     needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -1030,8 +1006,8 @@ class LossUnbounded(Detector):
         width = max(5, third // 5)
         first = start_level(loss)
         middle, late, last = (median_of(loss.values[end - width : end]) for end in (third, 2 * third, len(loss)))
-        is_large = last < -self.limit("size") * max(1.0, abs(first))
-        if not (is_large and last < late < middle and late - last > self.limit("speed") * (middle - late)):
+        is_large = last < -self.size * max(1.0, abs(first))
+        if not (is_large and last < late < middle and late - last > self.speed * (middle - late)):
             return
         yield self.finding(
             "warning",
@@ -1039,7 +1015,7 @@ class LossUnbounded(Detector):
             f"The loss falls ever faster below zero, from {first:.3g} to {last:.3g}: it has no lower bound.",
             "Check the signs of its terms, and limit distances by a margin and variances from below. With binary "
             "cross-entropy, check that all targets are between 0 and 1.",
-            Evidence(f"{CHECKS}/loss", last, -self.limit("size") * max(1.0, abs(first)), "approaches a minimum"),
+            Evidence(f"{CHECKS}/loss", last, -self.size * max(1.0, abs(first)), "approaches a minimum"),
             confidence=0.8,
         )
 
@@ -1083,25 +1059,23 @@ class TrainValidationDiverging(Detector):
     name = "train-validation-diverging"
     stage = "validation"
     symptom = "The validation loss rises while the training loss falls"
-    thresholds = {
-        "rise": Threshold(1.3, "validation loss over its minimum; noise and mild overfitting stay below"),
-        "memorised_rise": Threshold(1.15, "the same limit if the training loss is below 2 % of the validation loss"),
-        "unlike": Threshold(2.0, "best validation loss over the first training loss; overfitting starts below that"),
-        "at_once": Threshold(2.0, "validation over training loss after one epoch, in which no row was seen twice"),
-        "apart": Threshold(0.1, "of the first training loss; the least such difference that counts"),
-        "gain": Threshold(0.02, "rise of the validation accuracy since the best validation loss; noise is below"),
-        "gap": Threshold(0.25, "train accuracy minus validation accuracy once the training set is learned"),
-        "chance": Threshold(0.97, "of ln(C), which every validation loss exceeds if labels belong to no input"),
-        "learned": Threshold(0.85, "of ln(C), which the training loss is below in the same case"),
-        "unmoved": Threshold(0.9, "of the first validation loss; a model that learns is below it once"),
-        "trained": Threshold(0.6, "share by which the training loss has fallen in the same case"),
-        "fallen": Threshold(0.2, "the same share if all validation losses are the same number"),
-        "learned_later": Threshold(0.93, "as learned, after five evaluations or more"),
-        "learned_at_end": Threshold(0.96, "as learned_later, at the end of the training"),
-        "flat": Threshold(0.03, "of the first validation loss; a model that is trained on other data moves it by more"),
-        "memorised": Threshold(0.05, "share by which the training loss has fallen if the model memorises its data"),
-        "small": Threshold(0.02, "of the first training loss; smaller rises cost nothing"),
-    }
+    rise = Threshold(1.3, "validation loss over its minimum; noise and mild overfitting stay below")
+    memorised_rise = Threshold(1.15, "the same limit if the training loss is below 2 % of the validation loss")
+    unlike = Threshold(2.0, "best validation loss over the first training loss; overfitting starts below that")
+    at_once = Threshold(2.0, "validation over training loss after one epoch, in which no row was seen twice")
+    apart = Threshold(0.1, "of the first training loss; the least such difference that counts")
+    gain = Threshold(0.02, "rise of the validation accuracy since the best validation loss; noise is below")
+    gap = Threshold(0.25, "train accuracy minus validation accuracy once the training set is learned")
+    chance = Threshold(0.97, "of ln(C), which every validation loss exceeds if labels belong to no input")
+    learned = Threshold(0.85, "of ln(C), which the training loss is below in the same case")
+    unmoved = Threshold(0.9, "of the first validation loss; a model that learns is below it once")
+    trained = Threshold(0.6, "share by which the training loss has fallen in the same case")
+    fallen = Threshold(0.2, "the same share if all validation losses are the same number")
+    learned_later = Threshold(0.93, "as learned, after five evaluations or more")
+    learned_at_end = Threshold(0.96, "as learned_later, at the end of the training")
+    flat = Threshold(0.03, "of the first validation loss; a model that is trained on other data moves it by more")
+    memorised = Threshold(0.05, "share by which the training loss has fallen if the model memorises its data")
+    small = Threshold(0.02, "of the first training loss; smaller rises cost nothing")
     needs = ("training_metrics",)
     waits = True
 
@@ -1122,7 +1096,7 @@ class TrainValidationDiverging(Detector):
     def _unchanged(self, history: History, name: str, validation: Curve) -> Finding | None:
         """Return a finding if all validation losses are the same number while the training loss falls."""
         values = validation.values
-        if len(values) < 3 or np.ptp(values) != 0 or not loss_fall(history) > self.limit("fallen"):
+        if len(values) < 3 or np.ptp(values) != 0 or not loss_fall(history) > self.fallen:
             return None
         if not values[0] > 1.2 * end_level(history.loss):  # both are at the lowest possible value, such as 0
             return None
@@ -1147,9 +1121,9 @@ class TrainValidationDiverging(Detector):
         loss = history.loss
         levels = [median_of(loss.between(int(step - max(5, step // 5)), int(step))) for step in validation.steps]
         trained, ratios = np.array(levels), validation.values / np.array(levels)
-        gap = self.limit("apart") * start_level(loss)
+        gap = self.apart * start_level(loss)
         # Later losses may be apart because the model memorises; those of the first epoch may not.
-        if not (trained.min() > 0 and ratios.min() > self.limit("at_once") and validation.first - trained[0] > gap > 0):
+        if not (trained.min() > 0 and ratios.min() > self.at_once and validation.first - trained[0] > gap > 0):
             return None
         return self._suspicious(
             validation.first_step,
@@ -1157,7 +1131,7 @@ class TrainValidationDiverging(Detector):
             f"rows that were never seen before is {trained[0]:.3g}: no model can have memorised them yet, so the "
             "validation data differ, or are prepared differently.",
             "Compare a batch of both: normalisation, preprocessing, labels, and the formula of the loss.",
-            Evidence(name, validation.first, self.limit("at_once") * float(trained[0]), f"about {trained[0]:.3g}"),
+            Evidence(name, validation.first, self.at_once * float(trained[0]), f"about {trained[0]:.3g}"),
             confidence=0.8,
         )
 
@@ -1171,22 +1145,22 @@ class TrainValidationDiverging(Detector):
         level = median_of(later[-3:]) if len(later) >= 2 else math.nan  # a single value may be noise
         loss = history.loss
         train_then, train_now = loss.at(step), end_level(loss)
-        rise = self.limit("memorised_rise" if train_now < 0.02 * values[-1] else "rise")
+        rise = self.memorised_rise if train_now < 0.02 * values[-1] else self.rise
         is_rising = level > rise * values[best] and values[-1] > rise * values[best]
-        is_small = values[-1] - values[best] < self.limit("small") * start_level(loss)
-        has_learned = loss_fall(history) > self.limit("memorised") or not start_level(loss) > 0
+        is_small = values[-1] - values[best] < self.small * start_level(loss)
+        has_learned = loss_fall(history) > self.memorised or not start_level(loss) > 0
         if is_small or not (is_rising and has_learned and train_now < train_then and train_now < values[-1]):
             return None
         accuracy = history.curve("training_metrics/val_acc")
         then, now = accuracy.at(step), accuracy.last
-        if now > then + self.limit("gain") and self._generalises(history, step):
+        if now > then + self.gain and self._generalises(history, step):
             return self.finding(
                 "info",
                 step,
                 f"The validation loss rises, from {values[best]:.3g} at step {step:,} to {values[-1]:.3g}, while the "
                 f"validation accuracy rises, too, from {then:.1%} to {now:.1%}.",
                 "Judge the model by its accuracy; if you need its probabilities, use label smoothing or weight decay.",
-                Evidence("training_metrics/val_acc", now, then + self.limit("gain"), "near its maximum"),
+                Evidence("training_metrics/val_acc", now, then + self.gain, "near its maximum"),
                 confidence=0.7,
             )
         course = (
@@ -1197,7 +1171,7 @@ class TrainValidationDiverging(Detector):
             Evidence(name, float(values[-1]), rise * float(values[best]), "near its minimum"),
             Evidence(f"{CHECKS}/loss", train_now),
         )
-        if values[best] > self.limit("unlike") * start_level(loss) > 0:
+        if values[best] > self.unlike * start_level(loss) > 0:
             return self._suspicious(
                 step,
                 f"the {course}. Even its best value is far above the first training loss of {start_level(loss):.3g}, "
@@ -1214,7 +1188,7 @@ class TrainValidationDiverging(Detector):
         if not self._does_not_generalise(history, validation):
             return None
         trained, uniform = end_level(history.loss), uniform_loss(history)
-        is_flat = np.ptp(validation.values) < self.limit("flat") * validation.first
+        is_flat = np.ptp(validation.values) < self.flat * validation.first
         averages = "If you evaluate averaged weights or a copy, check their decay and when they are updated. "
         return self._suspicious(
             validation.first_step,
@@ -1229,11 +1203,11 @@ class TrainValidationDiverging(Detector):
     def _unmoved(self, history: History, name: str, validation: Curve) -> Finding | None:
         """Return a finding if the validation loss stays near the first training loss, far above the later ones."""
         values, first = validation.values, start_level(history.loss)
-        if len(values) < 5 or not first > 0 or not loss_fall(history) > self.limit("trained"):
+        if len(values) < 5 or not first > 0 or not loss_fall(history) > self.trained:
             return None
         start, lowest, highest = (float(value) for value in (values[0], values.min(), values.max()))
         is_near_start = 0.75 * first < start < 1.5 * first
-        if not (is_near_start and lowest > self.limit("unmoved") * start and highest < 1.2 * start):
+        if not (is_near_start and lowest > self.unmoved * start and highest < 1.2 * start):
             return None
         trained = end_level(history.loss)
         return self._suspicious(
@@ -1243,7 +1217,7 @@ class TrainValidationDiverging(Detector):
             "trained.",
             "Evaluate the trained model itself; if you evaluate averaged weights or a copy, check their decay and when "
             "they are updated.",
-            Evidence(name, validation.last, self.limit("unmoved") * start, "falls with the training"),
+            Evidence(name, validation.last, self.unmoved * start, "falls with the training"),
             Evidence(f"{CHECKS}/loss", trained),
         )
 
@@ -1253,34 +1227,34 @@ class TrainValidationDiverging(Detector):
         gap = train.last - held_out.last
         learned = held_out.values[train.values > 0.95] if len(train) == len(held_out) else held_out.values
         is_stuck = len(learned) >= 5 and held_out.last <= learned[0] + 0.02  # a gap that closes is grokking
-        if not (train.last > 0.95 and gap > self.limit("gap") and is_stuck):
+        if not (train.last > 0.95 and gap > self.gap and is_stuck):
             return None
         return self._memorises(
             train.first_step_where(train.values > 0.95) or train.last_step,
             f"The training accuracy is {train.last:.0%}, but the validation accuracy {held_out.last:.0%}: the model "
             "memorises its training data.",
-            Evidence("training_metrics/val_acc", held_out.last, train.last - self.limit("gap"), "near train_acc"),
+            Evidence("training_metrics/val_acc", held_out.last, train.last - self.gap, "near train_acc"),
         )
 
     def _does_not_generalise(self, history: History, validation: Curve) -> bool:
         """Return whether all validation losses are those of equal probabilities or worse, and training losses not."""
         uniform, values = uniform_loss(history), validation.values
-        if not len(values) or not math.isfinite(uniform) or not values.min() > self.limit("chance") * uniform:
+        if not len(values) or not math.isfinite(uniform) or not values.min() > self.chance * uniform:
             return False
         if len(values) < 3:  # so few must be far off, and be measured after the training
             is_late = validation.first_step > 0.5 * history.step
             return is_late and values.min() > 1.1 * uniform and end_level(history.loss) < 0.5 * uniform
         accuracy = history.last("training_metrics/val_acc")
-        later = "learned_at_end" if history.is_over else "learned_later"
-        learned = self.limit("learned" if len(values) < 5 else later)
+        later = self.learned_at_end if history.is_over else self.learned_later
+        learned = self.learned if len(values) < 5 else later
         return end_level(history.loss) < learned * uniform and not accuracy > 2 * math.exp(-uniform)
 
     def _generalises(self, history: History, best_step: int) -> bool:
         """Return whether the validation accuracy still rises, or is not far below that of the training."""
         accuracy = history.curve("training_metrics/val_acc")
         recent = accuracy.last_step - (accuracy.last_step - best_step) // 4
-        is_rising = accuracy.last > accuracy.at(recent) + self.limit("gain")
-        return is_rising or history.last("training_metrics/train_acc") - accuracy.last < self.limit("gap")
+        is_rising = accuracy.last > accuracy.at(recent) + self.gain
+        return is_rising or history.last("training_metrics/train_acc") - accuracy.last < self.gap
 
     def _suspicious(self, step: int, why: str, remedy: str, *evidence: Evidence, confidence: float = 0.6) -> Finding:
         return self.finding("warning", step, f"Suspicious: {why}", remedy, *evidence, confidence=confidence)
@@ -1305,7 +1279,7 @@ class ValidationBetter(Detector):
     name = "validation-better-than-training"
     stage = "validation"
     symptom = "The validation loss is below the training loss"
-    thresholds = {"ratio": Threshold(0.7, "validation over training loss at the end, where a lag is small")}
+    ratio = Threshold(0.7, "validation over training loss at the end, where a lag is small")
     needs = ("training_metrics", CHECKS)
     waits = True
 
@@ -1315,13 +1289,13 @@ class ValidationBetter(Detector):
         if len(validation) < 3 or history.facts.get("dropouts") or len(history.loss) < 20:
             return
         train, held_out = end_level(history.loss), median_of(validation.values[-3:])
-        if train > 0.02 and 0 < held_out < self.limit("ratio") * train and not falls_short(history, 0.1):
+        if train > 0.02 and 0 < held_out < self.ratio * train and not falls_short(history, 0.1):
             yield self.finding(
                 "info",
                 validation.last_step,
                 f"Suspicious: the validation loss of {held_out:.3g} is clearly below the training loss of {train:.3g}, "
                 "although there is no dropout.",
                 "Check that no row is in both sets, and that both losses are computed in the same way.",
-                Evidence(name, held_out, self.limit("ratio") * train, "at or above the training loss"),
+                Evidence(name, held_out, self.ratio * train, "at or above the training loss"),
                 confidence=0.4,
             )

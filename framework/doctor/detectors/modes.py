@@ -137,15 +137,13 @@ class RunningStatisticsUnlike(Detector):
     name = "batchnorm-momentum"
     stage = "evaluation"
     symptom = "The loss in eval mode is far worse than in train mode, also on the training data"
-    thresholds = {
-        "momentum": Threshold(0.5, "half of the statistics is the last batch; usual are 0.01 to 0.1"),
-        "ratio": Threshold(2.0, "loss of the training data in eval mode over that in train mode"),
-    }
+    momentum = Threshold(0.5, "half of the statistics is the last batch; usual are 0.01 to 0.1")
+    ratio = Threshold(2.0, "loss of the training data in eval mode over that in train mode")
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for a large momentum, or for a training loss that is far higher in eval mode."""
         momentum = history.facts.get("largest_batchnorm_momentum") or 0.0
-        if momentum > self.limit("momentum"):
+        if momentum > self.momentum:
             yield self.finding(
                 "warning",
                 0,
@@ -153,7 +151,7 @@ class RunningStatisticsUnlike(Detector):
                 f"{'batch' if momentum > 0.7 else 'two batches'}, so that the model in eval mode differs from the one "
                 "that was trained.",
                 "Use momentum=0.1 or less; it is 1 − the momentum of Keras.",
-                Evidence("facts/largest_batchnorm_momentum", momentum, self.limit("momentum"), "0.01 to 0.1"),
+                Evidence("facts/largest_batchnorm_momentum", momentum, self.momentum, "0.01 to 0.1"),
                 confidence=0.85,
             )
             return
@@ -166,7 +164,7 @@ class RunningStatisticsUnlike(Detector):
                 continue
             levels = [median_of(history.loss.between(int(step) - 20, int(step))) for step in curve.steps[-3:]]
             ratio = median_of(curve.values[-3:] / np.array(levels))
-            if ratio > self.limit("ratio") and min(levels) > 0:
+            if ratio > self.ratio and min(levels) > 0:
                 yield self.finding(
                     "warning",
                     int(curve.steps[-3]),
@@ -174,7 +172,7 @@ class RunningStatisticsUnlike(Detector):
                     "mode: the running statistics of batch normalisation do not fit the data.",
                     "Use larger batches, a smaller momentum, or GroupNorm; do not reuse a layer for data of different "
                     "kinds.",
-                    Evidence(name, curve.last, self.limit("ratio") * levels[-1], f"about {levels[-1]:.3g}"),
+                    Evidence(name, curve.last, self.ratio * levels[-1], f"about {levels[-1]:.3g}"),
                     confidence=0.7,
                 )
                 return
@@ -195,7 +193,7 @@ class DropoutTooStrong(Rule):
     name = "dropout-too-strong"
     stage = "set-up"
     symptom = "The training loss stays high, and the validation loss is far lower"
-    thresholds = {"probability": Threshold(0.85, "above every value that is in use")}
+    probability = Threshold(0.85, "above every value that is in use")
     read = staticmethod(fact)
     metric = "facts/largest_dropout"
     above = "probability"

@@ -129,9 +129,7 @@ class SkippedSteps(Detector):
     name = "scaler-skips-steps"
     stage = "gradients"
     symptom = "The loss does not fall with float16"
-    thresholds = {
-        "share": Threshold(0.3, "a healthy scaler skips a few steps at the start and one in about 2,000 later")
-    }
+    share = Threshold(0.3, "a healthy scaler skips a few steps at the start and one in about 2,000 later")
     needs = ("training_checks",)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -141,11 +139,11 @@ class SkippedSteps(Detector):
             return
         is_skipped = ~np.isfinite(norms.values)
         share = float(is_skipped.mean())
-        if share > self.limit("share"):
+        if share > self.share:
             yield self.finding(
                 "critical",
                 norms.first_step_where(is_skipped) or 0,
                 f"The loss scaler skipped {share:.0%} of the steps, since gradients overflowed in float16.",
                 "Use bfloat16, torch.autocast(device_type, dtype=torch.bfloat16), without a scaler.",
-                Evidence("training_checks/grad_norm", f"{share:.0%} not finite", self.limit("share"), "below 1 %"),
+                Evidence("training_checks/grad_norm", f"{share:.0%} not finite", self.share, "below 1 %"),
             )

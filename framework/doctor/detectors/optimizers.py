@@ -31,11 +31,9 @@ class ClippingTooStrong(Detector):
     name = "clipping-too-strong"
     stage = "updates"
     symptom = "The loss falls very slowly with clipping"
-    thresholds = {
-        "clipped": Threshold(0.9, "of the steps; clipping is meant for exceptions"),
-        "factor": Threshold(0.1, "what remains of the gradient norm"),
-        "fall": Threshold(0.8, "of the loss; where it falls further, clipping is a remark"),
-    }
+    clipped = Threshold(0.9, "of the steps; clipping is meant for exceptions")
+    factor = Threshold(0.1, "what remains of the gradient norm")
+    fall = Threshold(0.8, "of the loss; where it falls further, clipping is a remark")
     needs = ("parameter_norms",)
     yields_to_learning = True
 
@@ -51,7 +49,7 @@ class ClippingTooStrong(Detector):
             if before.at(int(step)) > 0
         ]
         factor = median_of(np.array(factors))
-        if not (median_of(fraction.values) > self.limit("clipped") and 0 < factor < self.limit("factor")):
+        if not (median_of(fraction.values) > self.clipped and 0 < factor < self.factor):
             return
         if (scale := _scale_of_clipping(history, after.values)) is not None:
             yield self.finding(
@@ -64,16 +62,14 @@ class ClippingTooStrong(Detector):
                 confidence=0.95,
             )
             return
-        is_harmless = history.is_adam_like or loss_fall(history) > self.limit("fall")
+        is_harmless = history.is_adam_like or loss_fall(history) > self.fall
         yield self.finding(
             "info" if is_harmless else "warning",
             fraction.first_step,
             f"{median_of(fraction.values):.0%} of the gradients are clipped, to {factor:.1%} of their norm in the "
             f"median (from {median_of(before.values):.3g} to {median_of(after.values):.3g}).",
             f"Raise the threshold of clipping, to {median_of(before.values):.2g} for example.",
-            Evidence(
-                "parameter_norms/clipped_fraction", median_of(fraction.values), self.limit("clipped"), "below 0.1"
-            ),
+            Evidence("parameter_norms/clipped_fraction", median_of(fraction.values), self.clipped, "below 0.1"),
             confidence=0.85,
         )
 
@@ -105,10 +101,8 @@ class EpsilonTooLarge(Detector):
     name = "optimizer-eps-too-large"
     stage = "set-up"
     symptom = "Adam learns as slowly as SGD"
-    thresholds = {
-        "share": Threshold(0.8, "of the elements whose second moment is below eps squared"),
-        "eps": Threshold(1e-5, "usual are 1e-8 to 1e-6"),
-    }
+    share = Threshold(0.8, "of the elements whose second moment is below eps squared")
+    eps = Threshold(1e-5, "usual are 1e-8 to 1e-6")
     needs = ("optimizer_health",)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -116,14 +110,14 @@ class EpsilonTooLarge(Detector):
         curve = history.curve("optimizer_health/below_eps_fraction")
         largest = max((_number(group.get("eps")) for group in history.facts.get("groups", ())), default=0.0)
         share = median_of(curve.values)
-        if largest > self.limit("eps") and share > self.limit("share"):
+        if largest > self.eps and share > self.share:
             yield self.finding(
                 "warning",
                 curve.first_step,
                 f"{history.optimizer} has eps = {largest:g}, which exceeds the gradients of {share:.0%} of the "
                 "weights, so their steps are much smaller than the learning rate.",
                 "Set eps=1e-8.",
-                Evidence("optimizer_health/below_eps_fraction", share, self.limit("share"), "near 0"),
+                Evidence("optimizer_health/below_eps_fraction", share, self.share, "near 0"),
                 confidence=0.85,
             )
 
@@ -143,7 +137,7 @@ class MomentumUnusual(Detector):
     name = "momentum-unusual"
     stage = "set-up"
     symptom = "The loss oscillates or reacts with delay"
-    thresholds = {"momentum": Threshold(0.995, "an average over 200 steps; recipes use up to 0.99")}
+    momentum = Threshold(0.995, "an average over 200 steps; recipes use up to 0.99")
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the options of the parameter groups."""
@@ -154,7 +148,7 @@ class MomentumUnusual(Detector):
                 yield self._finding(why, "Use betas=(0.9, 0.999).", Evidence("facts/betas", betas, None, "0.9"), 0.9)
                 return
             first = betas[0] if betas else momentum if isinstance(momentum, (int, float)) else 0
-            if first >= self.limit("momentum"):
+            if first >= self.momentum:
                 why = (
                     f"The momentum of {group['optimizer']} is {first:g}, an average over "
                     f"{1 / (1 - min(first, 0.999999)):,.0f} steps."
@@ -180,13 +174,11 @@ class WeightsShrink(Detector):
     name = "weight-decay-too-large"
     stage = "set-up"
     symptom = "All weights go to zero"
-    thresholds = {
-        "shrinkage": Threshold(0.5, "of the initial norm; trainings that work keep or raise it"),
-        "per_step": Threshold(0.02, "a weight without gradient is halved within 35 steps; usual are 1e-6 to 1e-3"),
-        "adamw": Threshold(0.1, "usual for AdamW, with any learning rate that trains"),
-        "usual": Threshold(1e-3, "up to which decay only shrinks weights that have hardly any gradient"),
-        "added": Threshold(0.1, "of Adam and other optimizers that divide the sum with the gradient by its size"),
-    }
+    shrinkage = Threshold(0.5, "of the initial norm; trainings that work keep or raise it")
+    per_step = Threshold(0.02, "a weight without gradient is halved within 35 steps; usual are 1e-6 to 1e-3")
+    adamw = Threshold(0.1, "usual for AdamW, with any learning rate that trains")
+    usual = Threshold(1e-3, "up to which decay only shrinks weights that have hardly any gradient")
+    added = Threshold(0.1, "of Adam and other optimizers that divide the sum with the gradient by its size")
     needs = ("parameter_norms",)
     waits = True
 
@@ -199,21 +191,21 @@ class WeightsShrink(Detector):
         unusual = [
             group
             for group in groups
-            if group.get("optimizer") != "AdamW" or _number(group.get("weight_decay")) > self.limit("adamw")
+            if group.get("optimizer") != "AdamW" or _number(group.get("weight_decay")) > self.adamw
         ]
         per_step = max((_number(item.get("weight_decay")) * _number(item.get("lr")) for item in unusual), default=0.0)
-        if per_step > self.limit("per_step"):
+        if per_step > self.per_step:
             yield self.finding(
                 "critical",
                 0,
                 f"The weight decay {decay:g} times the learning rate shrinks the weights by {per_step:.1%} in "
                 "every step.",
                 "Use weight_decay=0.01 with AdamW, or 1e-4 with SGD.",
-                Evidence("facts/groups", per_step, self.limit("per_step"), "1e-6 to 1e-3"),
+                Evidence("facts/groups", per_step, self.per_step, "1e-6 to 1e-3"),
                 confidence=0.9,
             )
             return
-        added = [group for group in groups if _adds_decay(group) and group["weight_decay"] >= self.limit("added")]
+        added = [group for group in groups if _adds_decay(group) and group["weight_decay"] >= self.added]
         if added:
             kind = added[0]["optimizer"]
             yield self.finding(
@@ -222,25 +214,23 @@ class WeightsShrink(Detector):
                 f"{kind} adds the weights times its weight_decay of {added[0]['weight_decay']:g} to the gradients and "
                 "outweighs them: its steps then mostly shrink the weights.",
                 f"Use AdamW, which does not mix both, or a weight_decay of at most 1e-3 with {kind}.",
-                Evidence("facts/groups", added[0]["weight_decay"], self.limit("added"), "0 to 1e-3"),
+                Evidence("facts/groups", added[0]["weight_decay"], self.added, "0 to 1e-3"),
                 confidence=0.75,
             )
             return
-        if len(norms) < 2 or not norms.first > 0 or not decay > self.limit("usual"):
+        if len(norms) < 2 or not norms.first > 0 or not decay > self.usual:
             return
         share = norms.last / norms.first
         is_failing = falls_short(history, 0.3)
-        if share < self.limit("shrinkage") and is_failing:
-            has_shrunk = norms.values < self.limit("shrinkage") * norms.first
+        if share < self.shrinkage and is_failing:
+            has_shrunk = norms.values < self.shrinkage * norms.first
             yield self.finding(
                 "critical" if share < 0.1 else "warning",
                 norms.first_step_where(has_shrunk) or norms.last_step,
                 f"The weights have shrunk to {share:.0%} of their initial norm under a weight decay of {decay:g}, and "
                 "the loss does not fall.",
                 "Use weight_decay=0.01 with AdamW, or 1e-4 with SGD.",
-                Evidence(
-                    "parameter_norms/total_weight_norm", norms.last, self.limit("shrinkage") * norms.first, "grows"
-                ),
+                Evidence("parameter_norms/total_weight_norm", norms.last, self.shrinkage * norms.first, "grows"),
                 confidence=0.9,
             )
 

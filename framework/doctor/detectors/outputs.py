@@ -48,13 +48,9 @@ class OutputsIgnoreInputs(Detector):
     name = "outputs-ignore-inputs"
     stage = "outputs"
     symptom = "The model gives the same output for every row"
-    thresholds = {
-        "variation": Threshold(
-            1e-6, "of the targets; models of shuffled labels see their inputs and vary by more than 1e-4"
-        ),
-        "of_term": Threshold(0.02, "the same where other terms compete, which leave a little; it explains 2 % at most"),
-        "share": Threshold(0.97, "of the loss of the best constant, below which the outputs are useful"),
-    }
+    variation = Threshold(1e-6, "of the targets; models of shuffled labels see their inputs and vary by more than 1e-4")
+    of_term = Threshold(0.02, "the same where other terms compete, which leave a little; it explains 2 % at most")
+    share = Threshold(0.97, "of the loss of the best constant, below which the outputs are useful")
     needs = (CHECKS,)
     waits = True
 
@@ -63,11 +59,11 @@ class OutputsIgnoreInputs(Detector):
         curve = history.curve(f"{CHECKS}/output_variation")
         variation = median_of(curve.values[-3:])
         ratio, loss, constant = compared(history)
-        if math.isnan(ratio) and history.step >= LEAST_STEPS and falls_short(history, 1 - self.limit("share")):
+        if math.isnan(ratio) and history.step >= LEAST_STEPS and falls_short(history, 1 - self.share):
             ratio, loss, constant = 1.0, end_level(history.loss), start_level(history.loss)
         is_term = history.last(f"{CHECKS}/loss_has_terms") > 0
-        limit = self.limit("of_term" if is_term else "variation")
-        if is_warming_up(history) or not (variation < limit and ratio > self.limit("share")):
+        limit = self.of_term if is_term else self.variation
+        if is_warming_up(history) or not (variation < limit and ratio > self.share):
             return
         if not is_minimised(history):  # the outputs of a critic follow returns that grow
             return
@@ -87,7 +83,7 @@ class OutputsIgnoreInputs(Detector):
             f"loss of {loss:.3g} is no better than that of a constant, {constant:.3g}.",
             remedy,
             Evidence(curve_name("output_variation"), variation, limit, "above 0.1"),
-            Evidence(curve_name("term_loss"), loss, self.limit("share") * constant, f"far below {constant:.3g}"),
+            Evidence(curve_name("term_loss"), loss, self.share * constant, f"far below {constant:.3g}"),
             confidence=0.8,
         )
 
@@ -114,14 +110,12 @@ class ScoreContradictsLoss(Detector):
     name = "score-contradicts-loss"
     stage = "validation"
     symptom = "The loss falls to almost nothing, but a score stays low"
-    thresholds = {
-        "evaluations": Threshold(3, "scores of hard tasks are low in the first ones"),
-        "zeros": Threshold(5, "evaluations with a score of exactly 0, at any loss that has fallen by half"),
-        "fall": Threshold(0.5, "of the first loss"),
-        "learned": Threshold(0.05, "of ln(C), or of the first loss, from which on the model is right about the loss"),
-        "low": Threshold(0.6, "a score that a loss near 0 leaves no room for"),
-        "margin": Threshold(0.2, "below the least accuracy that the loss allows"),
-    }
+    evaluations = Threshold(3, "scores of hard tasks are low in the first ones")
+    zeros = Threshold(5, "evaluations with a score of exactly 0, at any loss that has fallen by half")
+    fall = Threshold(0.5, "of the first loss")
+    learned = Threshold(0.05, "of ln(C), or of the first loss, from which on the model is right about the loss")
+    low = Threshold(0.6, "a score that a loss near 0 leaves no room for")
+    margin = Threshold(0.2, "below the least accuracy that the loss allows")
     needs = ("training_metrics",)
     waits = True
 
@@ -149,21 +143,21 @@ class ScoreContradictsLoss(Detector):
     def _why(self, history: History, curve: Curve, name: str, words: set[str]) -> str:
         """Return in words how a score contradicts the loss; empty if it does not."""
         values = curve.values
-        if len(values) >= self.limit("zeros") and not values.any() and loss_fall(history) > self.limit("fall"):
+        if len(values) >= self.zeros and not values.any() and loss_fall(history) > self.fall:
             return (
                 f"{name} is 0 in all {len(values)} evaluations, although the loss falls to "
                 f"{end_level(history.loss):.3g}: the model may predict only the most frequent class."
             )
         best, held_out = float(values.max()), self._held_out(history)
-        if len(values) < self.limit("evaluations") or not 0 <= values.min() <= best < self.limit("low"):
+        if len(values) < self.evaluations or not 0 <= values.min() <= best < self.low:
             return ""
         shown = f"{name} is at most {best:.3g} in all {len(values)} evaluations, although the loss"
         if words & SHARES_OF_RIGHT and uniform_loss(history) > 0 and math.isfinite(held_out):
             least = 1 - held_out / math.log(2)
-            if best < least - self.limit("margin"):
+            if best < least - self.margin:
                 return f"{shown} of the same evaluation, {held_out:.3g}, allows no accuracy below {least:.3g}."
         scale = uniform_loss(history) if uniform_loss(history) > 0 else history.loss.first
-        learned = self.limit("learned") * scale
+        learned = self.learned * scale
         trained = end_level(history.loss)
         if not 0 <= trained < learned or held_out > learned:
             return ""

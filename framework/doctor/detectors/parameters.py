@@ -105,10 +105,8 @@ class FrozenInOptimizer(Detector):
     name = "frozen-parameters-in-optimizer"
     stage = "evaluation"
     symptom = "Some layers never change"
-    thresholds = {
-        "trainable_share": Threshold(0.5, "more than half of the model is trainable, so it is not a frozen base model"),
-        "nearly_all": Threshold(0.8, "of the model is trainable: a frozen base that is so small is probably a mistake"),
-    }
+    trainable_share = Threshold(0.5, "more than half of the model is trainable, so it is not a frozen base model")
+    nearly_all = Threshold(0.8, "of the model is trainable: a frozen base that is so small is probably a mistake")
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if an optimizer holds frozen parameters."""
@@ -116,8 +114,8 @@ class FrozenInOptimizer(Detector):
         if not frozen.get("count"):
             return
         share = history.facts["trainable_elements"] / max(history.facts["elements"], 1)
-        is_base = share < self.limit("nearly_all") and _has_frozen_start(history)
-        is_unusual = share > self.limit("trainable_share") and not is_base
+        is_base = share < self.nearly_all and _has_frozen_start(history)
+        is_unusual = share > self.trainable_share and not is_base
         yield self.finding(
             "warning" if is_unusual else "info",
             0,
@@ -150,12 +148,12 @@ class FrozenUntrained(Detector):
     name = "frozen-layers-untrained"
     stage = "set-up"
     symptom = "Fine-tuning is much worse than expected"
-    thresholds = {"share": Threshold(0.5, "of the frozen layers; a training leaves no weights uniformly distributed")}
+    share = Threshold(0.5, "of the frozen layers; a training leaves no weights uniformly distributed")
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most frozen layers look untrained; a remark if the loss falls by half anyway."""
         fact = history.facts.get("frozen_untrained") or {}
-        if not fact.get("count") or fact["count"] <= self.limit("share") * fact["layers"]:
+        if not fact.get("count") or fact["count"] <= self.share * fact["layers"]:
             return
         yield self.finding(
             "info" if loss_fall(history) > 0.5 else "warning",
@@ -163,7 +161,7 @@ class FrozenUntrained(Detector):
             f"{fact['count']} of {fact['layers']} frozen layers have uniformly distributed weights, as torch "
             f"initialises them and no training leaves them: {names_text(fact)}. They were probably never loaded.",
             "Print what load_state_dict returns: with strict=False, keys with another prefix load nothing.",
-            Evidence("facts/frozen_untrained", fact["count"], self.limit("share") * fact["layers"], "0"),
+            Evidence("facts/frozen_untrained", fact["count"], self.share * fact["layers"], "0"),
             confidence=0.85,
         )
 

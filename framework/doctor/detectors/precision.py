@@ -29,12 +29,8 @@ class RoundedUpdates(Detector):
     name = "rounded-updates"
     stage = "updates"
     symptom = "Weights in bfloat16 stop changing"
-    thresholds = {
-        "measured": Threshold(0.7, "share of gradient updates that rounding removes"),
-        "expected": Threshold(
-            0.6, "share of weights whose half ulp exceeds the learning rate, for Adam-type optimizers"
-        ),
-    }
+    measured = Threshold(0.7, "share of gradient updates that rounding removes")
+    expected = Threshold(0.6, "share of weights whose half ulp exceeds the learning rate, for Adam-type optimizers")
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the measured share, or before it is known from the expected one."""
@@ -42,10 +38,10 @@ class RoundedUpdates(Detector):
         expected = history.facts.get("rounded_away") or {}
         if len(measured):
             share, metric, confidence = measured.last, "weight_updates/rounded_away_fraction", 0.95
-            limit, step = self.limit("measured"), measured.first_step
+            limit, step = self.measured, measured.first_step
         elif history.is_adam_like and expected and not _rounds_stochastically(history) and history.step < 1:
             share, metric, confidence = expected["share"], "facts/rounded_away", 0.7
-            limit, step = self.limit("expected"), 0
+            limit, step = self.expected, 0
         else:
             return
         if share > limit:
@@ -157,7 +153,7 @@ class OptimizerWithoutEffect(Detector):
     name = "optimizer-without-effect"
     stage = "updates"
     symptom = "The loss does not change at all"
-    thresholds = {"checks": Threshold(2, "one step may be skipped by a loss scaler")}
+    checks = Threshold(2, "one step may be skipped by a loss scaler")
     needs = (CHECKS,)
     waits = True
 
@@ -180,7 +176,7 @@ class OptimizerWithoutEffect(Detector):
         is_idle = ratios.values == 0
         norms = history.curve(f"{CHECKS}/grad_norm")
         has_rate = any(group.get("lr", 1) != 0 for group in history.facts.get("groups", ({},)))
-        if is_idle.sum() < self.limit("checks") or not is_idle[-1] or not has_rate or not norms.last > 0:
+        if is_idle.sum() < self.checks or not is_idle[-1] or not has_rate or not norms.last > 0:
             return
         if _rate_was_zero(history, ratios.steps[is_idle]):
             return

@@ -43,7 +43,7 @@ def test_detector_explains_itself(detector: Detector) -> None:
     assert cause.endswith(".")
     assert texts.keys() <= {"applies to", "source"}
     assert all(texts.values())
-    assert all(limit.reason for limit in detector.thresholds.values())
+    assert all(limit.reason for limit in detector.thresholds().values())
     assert detector.stage in get_args(Stage)[1:]
     assert set(detector.needs) <= {TrainingChecks.name, *HookRegistry.names()}
 
@@ -52,7 +52,7 @@ def test_detector_explains_itself(detector: Detector) -> None:
 def test_rule_compares_value_with_limit(share: float, why: list[str]) -> None:
     class WrongLabels(Rule):
         name, symptom = "wrong-labels", "The loss stays high"
-        thresholds = {"share": Threshold(0.1, "data sets have a few percent")}
+        share = Threshold(0.1, "data sets have a few percent")
         read = staticmethod(median)
         metric, above, usual = "mine/wrong_fraction", "share", "0 to 0.05"
         why, remedy, confidence = "{value:.0%} of the labels are wrong.", "Correct them.", 0.7
