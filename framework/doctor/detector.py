@@ -11,6 +11,7 @@ from ..hooks import Severity
 from ..registry import Registry
 from .findings import Evidence, Finding
 from .history import History
+from .levels import CHECKS
 from .stages import Stage
 
 
@@ -44,7 +45,7 @@ class Detector(ABC):
     """Id of the findings: words joined by hyphens."""
     symptom: ClassVar[str]
     """What a user sees, as a heading of that page."""
-    needs: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[tuple[str, ...]] = (CHECKS,)
     """Names of the hooks whose metrics the detector reads; empty for start-up facts."""
     stage: ClassVar[Stage] = ""
     """The causal stage of the problem; findings of later stages may be its consequences (:data:`.Stage`)."""

@@ -11,10 +11,8 @@ from .detector import Detector, DetectorRegistry
 from .diagnosis_text import Diagnosis
 from .findings import Finding, ranked, with_causes
 from .history import History
-from .levels import LEARNED, end_level, learned_share
+from .levels import CHECKS, LEARNED, end_level, learned_share
 
-CHECKS = "training_checks"
-"""The hook behind most detectors: without its values, nothing that they look for was checked."""
 _FAILED = (" cannot run: ", " raised at ")
 """Parts of the reason of a hook that was left out because it failed, and not because it does not suit the training."""
 

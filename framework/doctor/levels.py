@@ -7,7 +7,7 @@ import numpy as np
 from .history import Curve, History
 
 CHECKS = "training_checks"
-"""The hook whose metrics most detectors read."""
+"""The hook behind most detectors: without its values, nothing that they look for was checked."""
 FEW_CLASSES = 0.2
 """Share of the expected classes of a batch below which its rows are not a random draw."""
 

@@ -60,7 +60,7 @@ class Rule(Detector):
     remedy: ClassVar[str]
     usual: ClassVar[str] = "0"
     """The usual values, in words."""
-    confidence: ClassVar[float]
+    confidence: ClassVar[float] = 0.9
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the value is above the limit."""

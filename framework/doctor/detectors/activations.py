@@ -136,7 +136,6 @@ class MassiveActivations(Rule):
     why = "{value:.0f} activations are above 100 and above 1,000 times the median of their layer."
     remedy = "Keep these layers out of 8-bit formats; activations/massive_count names the blocks."
     usual = "0, or a few in large language models"
-    confidence = 0.9
 
 
 @DetectorRegistry.register
@@ -157,7 +156,6 @@ class RouterCollapse(Detector):
     patience = Threshold(100, "steps; many experts and few tokens leave some out for a while")
     checks = Threshold(4, "successive checks without a gradient, of experts that had one before")
     entropy = Threshold(0.5, "of the entropy of equal loads; trained routers have 0.8 to 1")
-    needs = ("training_checks",)
     remedy = (
         "Add a load-balancing loss (check its sign) or noise to the logits of the router; the hook moe_router measures "
         "the load of each expert."
@@ -174,7 +172,6 @@ class RouterCollapse(Detector):
                 f"The loads of experts are very unequal: their entropy is {entropy.last:.0%} of that of equal ones.",
                 self.remedy,
                 Evidence("moe_router/load_entropy", entropy.last, self.entropy, "0.8 to 1"),
-                confidence=0.9,
             )
             return
         found = self._without_gradient(history)

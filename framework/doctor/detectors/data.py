@@ -27,7 +27,6 @@ class RowsRepeated(Detector):
     stage = "evaluation"
     symptom = "The training loss is far below the validation loss"
     share = Threshold(0.2, "of the rows; natural data have a few percent")
-    needs = (CHECKS,)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -73,7 +72,6 @@ class SameBatch(Detector):
     symptom = "The training loss falls to 0 at once, and the validation loss rises"
     batches = Threshold(9, "equal batches in a row after the first; data of single rows repeat fewer")
     share = Threshold(0.9, "equal batches in a row, as a share of all steps")
-    needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if nearly all batches are equal; data that a policy generates may become equal later."""
@@ -111,7 +109,6 @@ class SortedByClass(Detector):
     top = Threshold(0.9, "of the targets of a batch; of shuffled data always the same class may reach it")
     batches = Threshold(0.25, "of the checked batches that a class dominates, not always the same one")
     classes = Threshold(FEW_CLASSES, "of the classes that a batch of equally frequent ones would have")
-    needs = (CHECKS,)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -186,7 +183,6 @@ class InputsNotNormalised(Detector):
     offset = Threshold(10.0, "absolute mean in standard deviations")
     kept = Threshold(0.05, "largest activation over the inputs; below it the model normalises them itself")
     small = Threshold(0.005, "standard deviation below which inputs hardly matter next to biases")
-    needs = (CHECKS,)
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -241,7 +237,6 @@ class InputsDrift(Detector):
     factor = Threshold(10.0, "last over first standard deviation; those of states that an agent reaches grow less")
     deviation = Threshold(10.0, "see inputs-not-normalised")
     small = Threshold(0.005, "see inputs-not-normalised")
-    needs = (CHECKS,)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -263,7 +258,6 @@ class InputsDrift(Detector):
             "Look for transforms that work in place, such as sub_, div_ or inplace=True, on data that stay in memory; "
             "normalise a copy.",
             Evidence(f"{CHECKS}/input_std", last, self.deviation if grows else self.small, f"about {first:.3g}"),
-            confidence=0.9,
         )
 
 
@@ -285,7 +279,6 @@ class TargetsExtreme(Detector):
     symptom = "The loss of a regression jumps, or is dominated by a few rows"
     distance = Threshold(30.0, "ranges of the middle 80 %; a normal distribution stays below 1.5")
     repeated = Threshold(0.2, "of the checks with the same extreme value, as of a code; counts repeat theirs rarely")
-    needs = (CHECKS,)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -333,7 +326,6 @@ class InputsConstant(Detector):
     stage = "set-up"
     symptom = "The loss does not fall, and gradients of the first layer are 0"
     fall = Threshold(0.5, "of the first loss; a model that needs no inputs learns more")
-    needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if all checked inputs have the deviation 0 and the loss hardly falls."""
@@ -366,7 +358,6 @@ class PaddingInLoss(Rule):
     stage = "evaluation"
     symptom = "The loss falls fast, but generated text is empty"
     share = Threshold(0.1, "of the targets; natural text does not end with runs of one token")
-    needs = (CHECKS,)
     read = staticmethod(median)
     metric = f"{CHECKS}/padding_fraction"
     above = "share"
@@ -396,7 +387,6 @@ class ClassIgnored(Detector):
     inside = Threshold(0.1, "of the ignored targets; padding is at the ends of rows")
     masked = Threshold(0.8, "of all targets; masked language models ignore more on purpose")
     ends = Threshold(0.5, "of the rows; texts that are cut off have no end")
-    needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if ignored classes are within rows, or the last tokens of rows are ignored."""
@@ -440,7 +430,6 @@ class TargetsIgnored(Detector):
     stage = "set-up"
     symptom = "The loss is NaN or constant from the start"
     share = Threshold(0.98, "masked language models ignore 85 %, long prompts up to 95 %")
-    needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the share of ignored targets is near 1, or if those left are all the same."""
@@ -464,5 +453,4 @@ class TargetsIgnored(Detector):
             "Print a row of labels: those of tokens to predict must not be -100, those of padding must be. Copy the "
             "labels (input_ids.clone()) before masks are written into the inputs.",
             Evidence(f"{CHECKS}/ignored_target_fraction", share, self.share, "0 to 0.95"),
-            confidence=0.9,
         )

@@ -54,7 +54,6 @@ class WithoutGradient(Detector):
     share_at_once = Threshold(0.3, "so many parameters at step 1 are no unused head and no unrouted expert")
     patience = Threshold(3, "layers with a zero at their output, as in LoRA, get a gradient from step 2 on")
     fall = Threshold(0.05, "of the loss, by which something trains parameters that all seem to have no gradient")
-    needs = ("training_checks",)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding about parameters that have had no gradient in any checked step."""
@@ -124,7 +123,6 @@ class LayersStopLearning(Detector):
     share = Threshold(0.1, "of the trainable parameters; fewer are a remark")
     checks = Threshold(3, "checked steps in a row without a gradient; heads of rare tasks have one in between")
     lasting = Threshold(50, "steps to the end; two networks that are trained in turn are frozen for less")
-    needs = ("training_checks",)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -182,7 +180,6 @@ class LeftoverGradients(Detector):
     symptom = "The loss falls at first and then oscillates or grows"
     share = Threshold(0.5, "half of all parameters; another loss may leave gradients in a few")
     checks = Threshold(3, "checked steps, or all of them in a shorter run")
-    needs = ("training_checks",)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most parameters had a gradient before the backward passes of several checked steps."""
@@ -226,7 +223,6 @@ class SecondBackwardPass(Detector):
     stage = "set-up"
     symptom = "The weights move further than the learning rate says"
     share = Threshold(0.5, "half of all parameters; another loss may train a few")
-    needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most parameters had a gradient before the first backward pass of the training."""
@@ -245,7 +241,6 @@ class SecondBackwardPass(Detector):
                 "If it was loss.backward() of the same loss, remove it, since scope.backward(loss) adds the same "
                 "gradients again; for several losses, call scope.gradients_ready(loss) after the last backward pass.",
                 Evidence(f"{CHECKS}/leftover_gradient_count", count, 0, "0"),
-                confidence=0.9,
             )
 
 
@@ -309,7 +304,6 @@ class OptimizerNotStepped(Detector):
                 f"optimizer.step() follows every {period:g} backward passes, and attach counts each pass as a step.",
                 f"Pass accumulate={period:g} to loopscope.attach, so that they are micro-batches of one step.",
                 Evidence("parameter_norms/total_clipped_grad_norm", period, 1.0, "1 backward pass for each step"),
-                confidence=0.9,
             )
 
 
@@ -328,7 +322,6 @@ class GradientsAllZero(Detector):
     stage = "gradients"
     symptom = "The loss stops at a value and stays there exactly, or is 0 from the start"
     steps = Threshold(10, "in a row and up to now; single batches may have no error")
-    needs = (CHECKS,)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -379,7 +372,6 @@ class GradientsZeroedTooEarly(Detector):
     symptom = "The loss does not fall, or not as it should with gradient accumulation"
     checks = Threshold(3, "checked steps, or all of them in a shorter run")
     share = Threshold(0.9, "of the checked steps; a misplaced call takes the gradients of every step")
-    needs = ("training_checks",)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -408,7 +400,6 @@ class GradientsZeroedTooEarly(Detector):
                 "second backward pass started, so that only the last micro-batch counts.",
                 "Call optimizer.zero_grad() once per step, after optimizer.step().",
                 Evidence(f"{CHECKS}/lost_gradient_fraction", lost.last, 1.0, "0"),
-                confidence=0.9,
             )
 
 
@@ -487,7 +478,6 @@ class ExplodingGradients(Detector):
     jump = Threshold(JUMP, "over all earlier steps, where the loss is not finite afterwards")
     growth = Threshold(100.0, "healthy gradients change by a factor of 10 over a training")
     spike = Threshold(300.0, "steps this far above the median are rare even for heavy-tailed gradients")
-    needs = ("training_checks",)
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -582,7 +572,6 @@ class GradientJump(Detector):
     symptom = "The loss rises after a pause, a change of the data, or a resume"
     factor = Threshold(10.0, "gradients of healthy runs change by less within 10 steps, and back")
     lasting = Threshold(20, "steps; spikes of a small loss recover within 10")
-    needs = ("training_checks",)
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:

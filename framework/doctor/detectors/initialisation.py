@@ -29,6 +29,7 @@ class InitialScale(Detector):
     symptom = "The first loss is huge, or nothing is learned"
     large = Threshold(4.0, "in units of 1/√fan_in: the default has 0.58, He's initialisation 1.41")
     small = Threshold(0.03, "20 times below the default; GPT-2's 0.02 has 0.16 at 64 inputs, more for wider layers")
+    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the median layer is out of range, and the training suffers."""
@@ -83,6 +84,7 @@ class ConstantWeights(Detector):
     symptom = "All units of a layer do the same"
     share = Threshold(0.5, "half of the matrices; a single one may be meant")
     zeros = Threshold(0.8, "of the matrices if all are zeros; in LoRA and zero-initialised blocks it is half")
+    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if many matrices are constant."""
@@ -101,7 +103,6 @@ class ConstantWeights(Detector):
             "that the units of these layers stay equal or get no gradient.",
             "Initialise them at random: torch.nn.init.kaiming_normal_(weight).",
             Evidence("facts/constant_matrices", constant["count"], self.share * matrices, "0"),
-            confidence=0.9,
         )
 
 
@@ -120,6 +121,7 @@ class UntiedCopies(Detector):
     name = "embeddings-not-tied"
     stage = "evaluation"
     symptom = "Tied embeddings become different"
+    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for the first pair."""

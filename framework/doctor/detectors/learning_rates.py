@@ -321,7 +321,6 @@ class WarmUpTooLong(Detector):
             f"{curve.last:.3g}, still rising, and {target:.3g} was set.",
             "Use a warm-up of 1 to 10 % of the steps, and step its scheduler after every batch.",
             Evidence(LR, curve.last, self.level * target, "the learning rate that was set, after the warm-up"),
-            confidence=0.9,
         )
 
 
@@ -436,7 +435,6 @@ class ScheduleEndsEarly(Detector):
             f"{remaining:.0%} of the {total:,} steps left: {reason}",
             remedy,
             Evidence(LR, curve.last, level * peak, "1 to 10 % of the peak at the end"),
-            confidence=0.9,
         )
 
     def _used_up_at(self, history: History, curve: Curve, low: float, least: float) -> int | None:
@@ -503,7 +501,6 @@ class CosineRises(Detector):
             "than its T_max, probably per batch with a T_max in epochs.",
             "Set T_max to the total number of scheduler.step() calls, or call it once per epoch.",
             Evidence(LR, float(values[first:][has_risen][0]), float(lowest.min()), "falls until the end"),
-            confidence=0.9,
         )
 
 
@@ -578,7 +575,6 @@ class LearningRateJump(Detector):
             f"{levels[best]:.3g} around step {lowest_at:,}, at a learning rate of {at_lowest:.3g}, to {last:.3g}.",
             "Check the schedule: a warm-up has to end, and its factor multiplies the initial learning rate.",
             Evidence(LR, highest, self.growth * float(values[0]), "falls after a short warm-up"),
-            confidence=0.9,
         )
 
 
@@ -600,7 +596,6 @@ class WarmUpMissing(Detector):
     rise = Threshold(1.3, "the highest early loss over the initial one; noise stays below 1.2")
     ratio = Threshold(0.01, "the largest early update; smaller ones do not raise the loss, but noise may")
     fallen = Threshold(0.9, "of the loss, from which on the finding is a remark: the training has recovered")
-    needs = ("training_checks",)
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:

@@ -41,7 +41,6 @@ class DoublyNormalised(Rule):
     name = "softmax-applied-twice"
     stage = "set-up"
     symptom = "The loss falls slowly and stays high"
-    needs = (CHECKS,)
     metric = f"{CHECKS}/doubly_normalised"
     severity = "critical"
     why = (
@@ -67,7 +66,6 @@ class LogSoftmaxMissing(Rule):
     name = "log-softmax-missing"
     stage = "set-up"
     symptom = "The loss is negative"
-    needs = (CHECKS,)
     metric = f"{CHECKS}/lacks_log_softmax"
     severity = "critical"
     why = (
@@ -93,7 +91,6 @@ class OneClass(Detector):
     name = "cross-entropy-of-one-class"
     stage = "set-up"
     symptom = "The loss is exactly 0"
-    needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the loss has one class."""
@@ -127,7 +124,6 @@ class TemperatureMissing(Detector):
     symptom = "A contrastive loss, or one of cosines, stops falling at a high value"
     scale = Threshold(1.2, "factor of the cosines; temperatures of 0.05 to 0.5 give 2 to 20")
     bound = Threshold(0.3, "of ln(C), below which a model can still be certain")
-    needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the factor of the cosines leaves a high lower bound of the loss."""
@@ -146,7 +142,6 @@ class TemperatureMissing(Detector):
             f"below {bound:.3g}, and equal probabilities give {math.log(classes):.3g}.",
             "Divide the cosines by a temperature, such as 0.1, or multiply them by a trained factor.",
             Evidence(f"{CHECKS}/cosine_scale", scale, self.scale, "2 to 20"),
-            confidence=0.9,
         )
 
 
@@ -165,7 +160,6 @@ class LossBroadcast(Rule):
     name = "loss-broadcast"
     stage = "set-up"
     symptom = "A regression learns the mean of its targets only"
-    needs = (CHECKS,)
     metric = f"{CHECKS}/loss_is_broadcast"
     severity = "critical"
     why = (
@@ -191,7 +185,6 @@ class CausalMaskMissing(Detector):
     name = "causal-mask-missing"
     stage = "evaluation"
     symptom = "The loss of a language model falls far too low, but generated text is bad"
-    needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if all attention operations look ahead."""
@@ -205,7 +198,6 @@ class CausalMaskMissing(Detector):
             "token that it should predict, which it will not see when text is generated.",
             "Use scaled_dot_product_attention(q, k, v, is_causal=True), or pass a causal mask to the layer.",
             Evidence(f"{CHECKS}/look_ahead_fraction", 1, 1, "below 1"),
-            confidence=0.9,
         )
 
 
@@ -224,7 +216,6 @@ class TargetsShiftedWrongly(Detector):
     name = "targets-shifted-wrongly"
     stage = "set-up"
     symptom = "A language model has a good loss, but generates nonsense"
-    needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the shift is 0 or 2 at every checked step, and attention is masked."""
@@ -249,7 +240,6 @@ class TargetsShiftedWrongly(Detector):
             f"The targets of the loss are {problem}.",
             remedy,
             Evidence(f"{CHECKS}/target_shift", shifts.last, None, "1"),
-            confidence=0.9,
         )
 
 
@@ -268,7 +258,6 @@ class TargetsAreInputs(Rule):
     name = "targets-are-inputs"
     stage = "evaluation"
     symptom = "The loss falls to 0, but what the model generates is wrong"
-    needs = (CHECKS,)
     metric = f"{CHECKS}/reads_targets"
     severity = "critical"
     why = (
@@ -276,7 +265,6 @@ class TargetsAreInputs(Rule):
         "what it should predict, which it will not see when it generates."
     )
     remedy = "Shift the decoder's inputs: torch.cat([start, targets[:, :-1]], dim=1), and compare with targets."
-    confidence = 0.9
 
 
 @DetectorRegistry.register
@@ -294,11 +282,9 @@ class LogitsRectified(Rule):
     name = "relu-before-loss"
     stage = "set-up"
     symptom = "A classifier learns slowly, or some classes never"
-    needs = (CHECKS,)
     metric = f"{CHECKS}/logits_rectified"
     why = "The model ends with a ReLU: no logit can be negative, and a class whose logit is 0 gets no gradient."
     remedy = "Remove the ReLU after the last layer."
-    confidence = 0.9
 
 
 @DetectorRegistry.register
@@ -318,7 +304,6 @@ class TargetsOutOfReach(Detector):
     symptom = "A regression predicts some of its targets badly, with any settings"
     share = Threshold(0.03, "of the targets; fewer may be rounding or noise around a bound")
     many = Threshold(0.3, "a critical finding")
-    needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if a part of the targets is out of reach in the median over the checks."""
@@ -334,7 +319,6 @@ class TargetsOutOfReach(Detector):
             f"the targets, which go from {np.min(lowest.values):.3g} to {np.max(highest.values):.3g}.",
             "Remove the activation after the last layer, or scale the targets to its range.",
             Evidence(f"{CHECKS}/unreachable_target_fraction", share, self.share, "0"),
-            confidence=0.9,
         )
 
 
@@ -356,7 +340,6 @@ class TargetsNotProbabilities(Detector):
     symptom = "The loss of a classifier is negative, or worse than it should be with several labels"
     deviation = Threshold(0.1, "of the mean sum from 1; rounding and smoothing stay below")
     beyond = Threshold(0.001, "of the targets outside of 0 to 1; rounding reaches none that count")
-    needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the targets of a row do not add up to 1, or if some are outside of 0 to 1."""
@@ -386,7 +369,6 @@ class TargetsNotProbabilities(Detector):
             "Use binary_cross_entropy_with_logits if rows have several labels; else give probabilities, or the numbers "
             "of the classes.",
             Evidence(f"{CHECKS}/soft_target_sum", total, 1 + self.deviation, "1"),
-            confidence=0.9,
         )
 
 
@@ -405,7 +387,6 @@ class NormalisedOverRows(Rule):
     name = "softmax-over-batch"
     stage = "set-up"
     symptom = "The loss falls, but the accuracy stays low"
-    needs = (CHECKS,)
     metric = f"{CHECKS}/normalised_over_rows"
     severity = "critical"
     why = (
@@ -432,7 +413,6 @@ class LossSummed(Detector):
     name = "loss-summed"
     stage = "set-up"
     symptom = "The loss and its gradients are very large"
-    needs = (CHECKS,)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -450,7 +430,6 @@ class LossSummed(Detector):
             "grow with the batch size.",
             "Use reduction='mean' in the loss, or divide it by the number of rows.",
             Evidence(f"{CHECKS}/loss_is_summed", 1, 0, "0"),
-            confidence=0.9,
         )
 
 
@@ -469,7 +448,6 @@ class AccumulationNotAveraged(Detector):
     name = "accumulation-not-averaged"
     stage = "set-up"
     symptom = "Gradients grow with the number of accumulated batches"
-    needs = (CHECKS,)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -522,7 +500,6 @@ class InitialLossHigh(Detector):
     inputs = Threshold(3.0, "mean or standard deviation of inputs, which are normalised below it")
     certain = Threshold(30.0, "times ln(C), which no pretrained model gives")
     growth = Threshold(100.0, "largest over smallest block activation; those of sound models differ by 10")
-    needs = (CHECKS,)
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -589,7 +566,6 @@ class TargetsNotNormalised(Detector):
     stage = "set-up"
     symptom = "The loss is huge, or training is unstable"
     loss = Threshold(1e4, "a deviation of 100 in targets or outputs")
-    needs = (CHECKS,)
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -626,7 +602,6 @@ class LossRising(Detector):
     symptom = "The loss rises"
     factor = Threshold(1.5, "the last loss over the first; noise and harder data stay below")
     trend = Threshold(0.8, "rank correlation of loss and step")
-    needs = (CHECKS,)
     yields_to_learning = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -694,7 +669,6 @@ class NoBetterThanUniform(Detector):
     share = Threshold(0.93, "of ln(C); a training that works is far below after 100 steps")
     share_of_plan = Threshold(0.2, "of the planned steps, or of 1,500 if the plan is unknown")
     first_update = Threshold(0.03, "of the weights; the first updates of AdamW change about 1 %")
-    needs = (CHECKS,)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -760,7 +734,6 @@ class NoBetterThanFrequencies(Detector):
     even = Threshold(0.93, "of ln(C), above which no-better-than-uniform reports the same")
     steps = Threshold(200, "steps; models that learn are below the entropy by then")
     checks = Threshold(3, "last checked batches after a quarter of the steps, of which the median counts")
-    needs = (CHECKS,)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -808,7 +781,6 @@ class NoBetterThanMean(Detector):
     worse = Threshold(5.0, "times the variance; critics, whose targets move, can be above it for a while")
     steps = Threshold(200, "steps; models that learn are below the variance by then")
     checks = Threshold(3, "last checked batches after a quarter of the steps, of which the median counts")
-    needs = (CHECKS,)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -872,7 +844,6 @@ class LossConstant(Detector):
     symptom = "The loss is the same number at every step"
     spread = Threshold(1e-4, "of the loss; losses of different batches differ by more")
     steps = Threshold(50, "steps")
-    needs = (CHECKS,)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -910,7 +881,6 @@ class LossNotFalling(Detector):
     stage = "loss"
     symptom = "The loss does not fall"
     fall = Threshold(0.02, "trainings that work fall by more within 200 steps")
-    needs = (CHECKS,)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -995,7 +965,6 @@ class LossUnbounded(Detector):
     symptom = "The loss becomes negative and falls ever faster"
     size = Threshold(30.0, "times the first loss; likelihoods of continuous data become less negative")
     speed = Threshold(1.2, "fall in the last third over that in the second; trainings slow down")
-    needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last third of the losses falls faster than the second, far below zero."""
@@ -1107,7 +1076,6 @@ class TrainValidationDiverging(Detector):
             f"has fallen to {end_level(history.loss):.3g}: the evaluated weights are not the trained ones.",
             "Evaluate the trained model itself; update averaged weights or a copy before you evaluate them.",
             Evidence(name, validation.last, None, "changes with the weights"),
-            confidence=0.9,
         )
 
     def _apart_at_once(self, history: History, name: str, validation: Curve) -> Finding | None:

@@ -28,7 +28,6 @@ class EvalModeInTraining(Detector):
     name = "model-in-eval-mode"
     stage = "evaluation"
     symptom = "Dropout and batch normalisation have no effect"
-    needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the model was in eval mode at a checked step, or would be without ``scope.evaluate``."""
@@ -50,7 +49,6 @@ class EvalModeInTraining(Detector):
             f"The model is in eval mode in its training steps{': ' + ' and '.join(layers) if layers else ''}.",
             "Call model.train() before the training and after each evaluation.",
             Evidence(f"{CHECKS}/model_in_eval", 1, 0, "0"),
-            confidence=0.9,
         )
         # Without the statistics of the batch, the layers behind a batch normalisation get values of any size.
         yield replace(finding, stage="set-up") if history.facts.get("batchnorms") else finding
@@ -67,7 +65,6 @@ class EvalModeInTraining(Detector):
                 "it trains in eval mode after its first evaluation.",
                 "Call model.train() at the end of the function, or leave model.eval() to scope.evaluate.",
                 Evidence("evaluation/eval_mode_left", 1, 0, "0"),
-                confidence=0.9,
             )
 
 
@@ -87,6 +84,7 @@ class BatchNormFrozen(Detector):
     name = "batchnorm-frozen"
     stage = "evaluation"
     symptom = "Training and validation differ with batch normalisation"
+    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the start-up facts."""
@@ -139,6 +137,7 @@ class RunningStatisticsUnlike(Detector):
     symptom = "The loss in eval mode is far worse than in train mode, also on the training data"
     momentum = Threshold(0.5, "half of the statistics is the last batch; usual are 0.01 to 0.1")
     ratio = Threshold(2.0, "loss of the training data in eval mode over that in train mode")
+    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for a large momentum, or for a training loss that is far higher in eval mode."""
@@ -194,6 +193,7 @@ class DropoutTooStrong(Rule):
     stage = "set-up"
     symptom = "The training loss stays high, and the validation loss is far lower"
     probability = Threshold(0.85, "above every value that is in use")
+    needs = ()
     read = staticmethod(fact)
     metric = "facts/largest_dropout"
     above = "probability"
@@ -222,6 +222,7 @@ class EvaluationInTrainMode(Rule):
     name = "evaluation-in-train-mode"
     stage = "evaluation"
     symptom = "Validation numbers are noisy or too bad"
+    needs = ()
     read = staticmethod(alert)
     metric = "evaluation/train_mode"
     why = (
@@ -247,6 +248,7 @@ class OptimizerReplaced(Rule):
     name = "optimizer-replaced"
     stage = "set-up"
     symptom = "Hooks report nothing after some step, or count all later steps as skipped"
+    needs = ()
     read = staticmethod(alert)
     metric = "optimizers/other_optimizer"
     why = (
@@ -274,6 +276,7 @@ class DropoutInEvaluation(Detector):
     name = "dropout-in-evaluation"
     stage = "evaluation"
     symptom = "Validation numbers are worse than those in training, and differ from call to call"
+    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the alert of the first evaluation."""
@@ -286,7 +289,6 @@ class DropoutInEvaluation(Detector):
                 "model.eval() does not reach them.",
                 "Use nn.ModuleList or nn.ModuleDict in place of a list or dict of modules.",
                 Evidence("evaluation/unregistered_dropout", 1, 0, "0"),
-                confidence=0.9,
             )
         alerts = history.alerts_of("evaluation", "active_dropout")
         if not alerts:
@@ -298,5 +300,4 @@ class DropoutInEvaluation(Detector):
             "scaled_dot_product_attention drops with probability dropout_p in every mode.",
             "Pass training=self.training to functional.dropout; to attention, dropout_p=p if self.training else 0.0.",
             Evidence("evaluation/active_dropout", 1, 0, "0"),
-            confidence=0.9,
         )

@@ -63,7 +63,6 @@ class NonFinite(Detector):
                 f"The loss is not finite from step {first_step:,} on, so all weights become NaN.",
                 "Repeat the run with the hook first_nonfinite, which names the producer.",
                 Evidence("training_checks/loss", "NaN", None, "a finite number"),
-                confidence=0.9,
             )
 
 
@@ -130,7 +129,6 @@ class SkippedSteps(Detector):
     stage = "gradients"
     symptom = "The loss does not fall with float16"
     share = Threshold(0.3, "a healthy scaler skips a few steps at the start and one in about 2,000 later")
-    needs = ("training_checks",)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if many steps have no finite gradient."""

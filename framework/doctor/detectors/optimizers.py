@@ -138,6 +138,7 @@ class MomentumUnusual(Detector):
     stage = "set-up"
     symptom = "The loss oscillates or reacts with delay"
     momentum = Threshold(0.995, "an average over 200 steps; recipes use up to 0.99")
+    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the options of the parameter groups."""
@@ -202,7 +203,6 @@ class WeightsShrink(Detector):
                 "every step.",
                 "Use weight_decay=0.01 with AdamW, or 1e-4 with SGD.",
                 Evidence("facts/groups", per_step, self.per_step, "1e-6 to 1e-3"),
-                confidence=0.9,
             )
             return
         added = [group for group in groups if _adds_decay(group) and group["weight_decay"] >= self.added]
@@ -231,7 +231,6 @@ class WeightsShrink(Detector):
                 "the loss does not fall.",
                 "Use weight_decay=0.01 with AdamW, or 1e-4 with SGD.",
                 Evidence("parameter_norms/total_weight_norm", norms.last, self.shrinkage * norms.first, "grows"),
-                confidence=0.9,
             )
 
 

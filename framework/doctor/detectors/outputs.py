@@ -51,7 +51,6 @@ class OutputsIgnoreInputs(Detector):
     variation = Threshold(1e-6, "of the targets; models of shuffled labels see their inputs and vary by more than 1e-4")
     of_term = Threshold(0.02, "the same where other terms compete, which leave a little; it explains 2 % at most")
     share = Threshold(0.97, "of the loss of the best constant, below which the outputs are useful")
-    needs = (CHECKS,)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:

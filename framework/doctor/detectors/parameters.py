@@ -30,6 +30,7 @@ class WithoutOptimizer(Detector):
     name = "parameters-without-optimizer"
     stage = "set-up"
     symptom = "Some layers never change"
+    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the optimizers miss trainable parameters."""
@@ -74,6 +75,7 @@ class LayersNotRegistered(Detector):
     name = "layers-not-registered"
     stage = "set-up"
     symptom = "Some layers never change"
+    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if attributes of the model hold unregistered parameters that no optimizer trains."""
@@ -88,7 +90,6 @@ class LayersNotRegistered(Detector):
             "Use nn.ModuleList or nn.ModuleDict instead of a list or dict of layers, and nn.Parameter for tensors, "
             "before the optimizer is created.",
             Evidence("facts/unregistered", unregistered["count"], 0, "0"),
-            confidence=0.9,
         )
 
 
@@ -107,6 +108,7 @@ class FrozenInOptimizer(Detector):
     symptom = "Some layers never change"
     trainable_share = Threshold(0.5, "more than half of the model is trainable, so it is not a frozen base model")
     nearly_all = Threshold(0.8, "of the model is trainable: a frozen base that is so small is probably a mistake")
+    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if an optimizer holds frozen parameters."""
@@ -149,6 +151,7 @@ class FrozenUntrained(Detector):
     stage = "set-up"
     symptom = "Fine-tuning is much worse than expected"
     share = Threshold(0.5, "of the frozen layers; a training leaves no weights uniformly distributed")
+    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most frozen layers look untrained; a remark if the loss falls by half anyway."""
@@ -179,6 +182,7 @@ class DecayedVectors(Detector):
     name = "weight-decay-on-vectors"
     stage = "evaluation"
     symptom = "A question about weight decay"
+    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a remark if vectors are decayed."""

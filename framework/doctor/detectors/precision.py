@@ -31,6 +31,7 @@ class RoundedUpdates(Detector):
     symptom = "Weights in bfloat16 stop changing"
     measured = Threshold(0.7, "share of gradient updates that rounding removes")
     expected = Threshold(0.6, "share of weights whose half ulp exceeds the learning rate, for Adam-type optimizers")
+    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the measured share, or before it is known from the expected one."""
@@ -79,7 +80,6 @@ class Float16WithoutScaler(Detector):
     name = "float16-without-scaler"
     stage = "set-up"
     symptom = "The loss stops falling in float16"
-    needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if float16 is used without a scaler."""
@@ -116,7 +116,6 @@ class GradientsNotUnscaled(Detector):
     name = "gradients-not-unscaled"
     stage = "set-up"
     symptom = "The first step with a loss scaler destroys the weights"
-    needs = (CHECKS,)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the gradient before the update is that of the backward pass times the scale."""
@@ -154,7 +153,6 @@ class OptimizerWithoutEffect(Detector):
     stage = "updates"
     symptom = "The loss does not change at all"
     checks = Threshold(2, "one step may be skipped by a loss scaler")
-    needs = (CHECKS,)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -169,7 +167,6 @@ class OptimizerWithoutEffect(Detector):
                 "them after each step, such as load_state_dict.",
                 "Look for load_state_dict, deepcopy or torch.load within the loop.",
                 Evidence("parameter_norms/total_weight_norm", weights.last, None, "changes"),
-                confidence=0.9,
             )
             return
         ratios, unchanged = history.curve(f"{CHECKS}/update_ratio"), history.curve(f"{CHECKS}/unchanged_count")
@@ -188,5 +185,4 @@ class OptimizerWithoutEffect(Detector):
             "Call in this order: loss.backward(), optimizer.step(), optimizer.zero_grad().",
             Evidence(f"{CHECKS}/update_ratio", 0.0, None, "1e-4 to 1e-2"),
             Evidence(f"{CHECKS}/unchanged_count", unchanged.last if len(unchanged) else "unknown"),
-            confidence=0.9,
         )
