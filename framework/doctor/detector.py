@@ -11,7 +11,7 @@ from ..hooks import Severity
 from ..registry import Registry
 from .findings import Evidence, Finding
 from .history import History
-from .levels import CHECKS
+from .measures import CHECKS
 from .stages import Stage
 
 

@@ -11,7 +11,7 @@ from .detector import Detector, DetectorRegistry
 from .diagnosis_text import Diagnosis
 from .findings import Finding, ranked, with_causes
 from .history import History
-from .levels import CHECKS, LEARNED, end_level, learned_share
+from .measures import CHECKS, LEARNED, learned_share
 
 _FAILED = (" cannot run: ", " raised at ")
 """Parts of the reason of a hook that was left out because it failed, and not because it does not suit the training."""
@@ -54,7 +54,7 @@ def has_failed(reason: str) -> bool:
 def lowered(finding: Finding, history: History) -> Finding:
     """Return a finding about harm to a training: a remark if its loss has fallen far, no critical one if by half."""
     fall = learned_share(history)
-    since = f" The loss has since fallen, to {end_level(history.loss):.3g}."
+    since = f" The loss has since fallen, to {history.loss.end_level():.3g}."
     if finding.severity != "info" and fall > LEARNED:
         return replace(finding, severity="info", why=finding.why + since)
     if finding.severity == "critical" and fall > 0.5:

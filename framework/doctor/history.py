@@ -20,6 +20,12 @@ NUMBERS = (int, float, bool)
 Floats = NDArray[np.float64]
 
 
+def median_of(values: Floats) -> float:
+    """Return the median of the finite values, which single outliers do not move; NaN without any."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else math.nan
+
+
 class Curve:
     """The values of a metric over steps, thinned to a limited number of points; the last point is always kept."""
 
@@ -101,6 +107,19 @@ class Curve:
     def last_step(self) -> int:
         """The step of the newest value; 0 for an empty curve."""
         return self._last[0] if self._last else 0
+
+    @property
+    def median(self) -> float:
+        """The median of the finite values; NaN without any."""
+        return median_of(self.values)
+
+    def start_level(self, points: int = 5) -> float:
+        """Return the median of the first points."""
+        return median_of(self.values[:points])
+
+    def end_level(self) -> float:
+        """Return the median of the last tenth of the points, of at least 5."""
+        return median_of(self.values[-max(5, len(self.values) // 10) :])
 
     def at(self, step: int) -> float:
         """Return the newest value up to a step; NaN if there is none."""
@@ -195,6 +214,37 @@ class History:
     def loss(self) -> Curve:
         """The training loss of the steps, or, where no hook recorded these, of the epochs."""
         names = ("training_checks/loss", "training_metrics/loss")
+        return max((self.curve(name) for name in names), key=len)
+
+    @property
+    def loss_fall(self) -> float:
+        """By which share of its initial value the training loss has fallen; negative if it has risen.
+
+        NaN with fewer than 10 points, and for losses that are not positive.
+        """
+        first, last = self.loss.start_level(), self.loss.end_level()
+        return 1 - last / first if len(self.loss) >= 10 and first > 0 and last >= 0 else math.nan
+
+    def falls_short(self, share: float) -> bool:
+        """Return whether the training loss has fallen by less than a share of its initial value, or is not finite."""
+        return self.loss.first_nonfinite is not None or self.loss_fall < share
+
+    @property
+    def uniform_loss(self) -> float:
+        """ln(C) of a cross-entropy over C classes, the loss of equal probabilities; NaN for other losses."""
+        loss = self.last("training_checks/uniform_loss")
+        return loss if loss > 0 else math.nan
+
+    @property
+    def update_ratios(self) -> Curve:
+        """‖Δθ‖/‖θ‖ over all trainable parameters, from the hook that measured it most often."""
+        hooks = ("training_checks/", "parameter_norms/total_", "training_diagnostics/")
+        return max((self.curve(f"{hook}update_ratio") for hook in hooks), key=len)
+
+    @property
+    def gradient_norms(self) -> Curve:
+        """The joint gradient norm before clipping, of every step where a hook measured it."""
+        names = ("training_checks/grad_norm", "parameter_norms/total_grad_norm")
         return max((self.curve(name) for name in names), key=len)
 
     @property

@@ -7,7 +7,6 @@ from ..hooks import Severity
 from .detector import Detector
 from .findings import Evidence, Finding
 from .history import History
-from .levels import median_of
 
 
 class RuleValue(NamedTuple):
@@ -31,7 +30,7 @@ def count(history: History, metric: str) -> RuleValue:
 
 def median(history: History, metric: str) -> RuleValue:
     """Return the median over all checks, from the first step on."""
-    return RuleValue(median_of(history.curve(metric).values), 1)
+    return RuleValue(history.curve(metric).median, 1)
 
 
 def fact(history: History, name: str) -> RuleValue:

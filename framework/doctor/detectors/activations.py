@@ -9,7 +9,7 @@ from ...errors import listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
-from ..levels import falls_short, loss_fall, target_sizes
+from ..measures import target_sizes
 from ..rules import Rule, count
 from .gradients import are_experts, never_trained
 
@@ -44,8 +44,8 @@ class DeadUnits(Detector):
             return
         worst = max(dead, key=lambda name: dead[name].last)
         curve = dead[worst]
-        learns_anyway = curve.last < self.harmful and loss_fall(history) > 0.8
-        is_fatal = curve.last > 0.95 and falls_short(history, 0.2)
+        learns_anyway = curve.last < self.harmful and history.loss_fall > 0.8
+        is_fatal = curve.last > 0.95 and history.falls_short(0.2)
         yield self.finding(
             "critical" if is_fatal else "info" if learns_anyway else "warning",
             curve.first_step_where(curve.values > self.share) or curve.first_step,
@@ -103,7 +103,7 @@ class ActivationsGrow(Detector):
                 and curve.first > 1e-6
                 and curve.last > wanted
                 and self.growth < curve.last / curve.first < math.inf
-                and falls_short(history, 0.1)
+                and history.falls_short(0.1)
             ):
                 yield self.finding(
                     "warning",

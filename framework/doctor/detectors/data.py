@@ -7,8 +7,8 @@ import numpy as np
 
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
-from ..history import History
-from ..levels import CHECKS, FEW_CLASSES, are_tokens, classes_of_batches, falls_short, is_sorted_by_class, median_of
+from ..history import History, median_of
+from ..measures import CHECKS, FEW_CLASSES, are_tokens, classes_of_batches, is_sorted_by_class
 from ..rules import Rule, median
 from .losses import TrainValidationDiverging, validation_rises
 
@@ -32,10 +32,7 @@ class RowsRepeated(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for repeated rows; a warning if the validation loss suffers."""
         repeated, duplicated = (history.curve(f"{CHECKS}/{name}_row_fraction") for name in ("repeated", "duplicate"))
-        within_epoch, within_batch = (
-            float(np.mean(repeated.values)) if len(repeated) else 0.0,
-            median_of(duplicated.values),
-        )
+        within_epoch, within_batch = (float(np.mean(repeated.values)) if len(repeated) else 0.0, duplicated.median)
         if not max(within_epoch, within_batch) > self.share or any(SameBatch().detect(history)):
             return
         # Random draws repeat rows by design; they harm if the validation loss rises.
@@ -284,7 +281,7 @@ class TargetsExtreme(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the least or the largest target is far outside of the middle 80 %."""
         curves = {name: history.curve(f"{CHECKS}/target_{name}") for name in ("min", "low", "high", "max")}
-        low, high = median_of(curves["low"].values), median_of(curves["high"].values)
+        low, high = curves["low"].median, curves["high"].median
         if len(curves["low"]) < 2 or not high > low:
             return
         extremes = {"min": low - curves["min"].values, "max": curves["max"].values - high}
@@ -296,7 +293,7 @@ class TargetsExtreme(Detector):
         value = float(np.min(curve.values) if side == "min" else np.max(curve.values))
         count = int((curve.values == value).sum())
         is_code = count >= max(2, self.repeated * len(curve))
-        is_harmful = is_code or falls_short(history, 0.5)
+        is_harmful = is_code or history.falls_short(0.5)
         step = int(curve.steps[curve.values == value][0])
         yield self.finding(
             "warning" if is_harmful else "info",
@@ -330,7 +327,7 @@ class InputsConstant(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if all checked inputs have the deviation 0 and the loss hardly falls."""
         deviation, mean = history.curve(f"{CHECKS}/input_std"), history.curve(f"{CHECKS}/input_mean")
-        if len(deviation) < 2 or deviation.values.any() or not falls_short(history, self.fall):
+        if len(deviation) < 2 or deviation.values.any() or not history.falls_short(self.fall):
             return
         yield self.finding(
             "critical",
@@ -392,8 +389,8 @@ class ClassIgnored(Detector):
         """Return a finding if ignored classes are within rows, or the last tokens of rows are ignored."""
         inside = history.curve(f"{CHECKS}/ignored_inside_fraction")
         ends = history.curve(f"{CHECKS}/ignored_end_fraction")
-        ignored = median_of(history.curve(f"{CHECKS}/ignored_target_fraction").values)
-        if (share := median_of(inside.values)) > self.inside and ignored < self.masked:
+        ignored = history.curve(f"{CHECKS}/ignored_target_fraction").median
+        if (share := inside.median) > self.inside and ignored < self.masked:
             yield self.finding(
                 "warning",
                 inside.first_step,
@@ -403,7 +400,7 @@ class ClassIgnored(Detector):
                 Evidence(f"{CHECKS}/ignored_inside_fraction", share, self.inside, "0"),
                 confidence=0.8,
             )
-        elif (share := median_of(ends.values)) > self.ends:
+        elif (share := ends.median) > self.ends:
             yield self.finding(
                 "warning",
                 ends.first_step,
@@ -435,7 +432,7 @@ class TargetsIgnored(Detector):
         """Return a finding if the share of ignored targets is near 1, or if those left are all the same."""
         ignored = history.curve(f"{CHECKS}/ignored_target_fraction")
         classes = history.curve(f"{CHECKS}/target_class_count")
-        share = median_of(ignored.values)
+        share = ignored.median
         is_one_token = len(classes) > 2 and share > 0.1 and float(np.max(classes.values)) == 1
         if not (share > self.share or is_one_token):
             return

@@ -9,18 +9,8 @@ import numpy as np
 from ...errors import listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
-from ..history import Curve, Floats, History
-from ..levels import (
-    CHECKS,
-    JUMP,
-    end_level,
-    falls_short,
-    gradient_norms,
-    jump_of_gradient,
-    loss_fall,
-    median_of,
-    start_level,
-)
+from ..history import Curve, Floats, History, median_of
+from ..measures import CHECKS, JUMP, jump_of_gradient
 
 EXPERTS = ("expert",)
 """Parts of names of parameters that get a gradient only if a token is routed to them."""
@@ -68,7 +58,7 @@ class WithoutGradient(Detector):
         is_early = never.last_step < self.patience
         if is_early and not at_once:
             return
-        norms = gradient_norms(history)
+        norms = history.gradient_norms
         if norms.last == 0 and not norms.values.any() and not missing.values.any():
             return  # all gradients exist and are 0, see gradients-all-zero
         names = never_trained(history)
@@ -76,7 +66,7 @@ class WithoutGradient(Detector):
             return
         count = int(absent if is_early else never.last)
         share = count / trainable
-        if share >= 1 and loss_fall(history) > self.fall:
+        if share >= 1 and history.loss_fall > self.fall:
             return  # the optimizer steps within the backward pass, and clears the gradients there
         # An output's bias cancels in losses that use only differences of outputs, as for pairs and Wasserstein critics.
         is_bias = len(names) == count == 1 and names[0].endswith("bias") and missing.last == 0
@@ -328,7 +318,7 @@ class GradientsAllZero(Detector):
         """Return a finding if the gradient has been 0 for several steps, unless the loss has been learned to be 0."""
         if history.last(f"{CHECKS}/moved_count") > 0:  # the optimizer steps within the backward pass
             return
-        norms, loss = gradient_norms(history), history.loss
+        norms, loss = history.gradient_norms, history.loss
         trained = np.flatnonzero(norms.values != 0)
         since = int(trained[-1]) + 1 if len(trained) else 0
         if len(norms) - since < self.steps or (since and loss.last == 0):
@@ -376,7 +366,7 @@ class GradientsZeroedTooEarly(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if several checked steps lost all gradients before their update or between micro-batches."""
-        norms, factors = gradient_norms(history), history.curve(f"{CHECKS}/clip_factor")
+        norms, factors = history.gradient_norms, history.curve(f"{CHECKS}/clip_factor")
         has_gradient = np.array([norms.at(int(step)) > 0 for step in factors.steps], dtype=bool)
         is_lost = (factors.values == 0) & has_gradient
         # A mask over rows may leave nothing of single gradients.
@@ -438,7 +428,7 @@ class VanishingGradients(Detector):
             if len(curve) > 1 and 0 < np.max(recent) < self.ratio:
                 tiny[name] = float(recent[-1])
         has_weight = any("weight" in name for name in tiny)  # a bias before a normalisation has no effect by design
-        if has_weight and len(tiny) >= self.count and falls_short(history, 0.5):
+        if has_weight and len(tiny) >= self.count and history.falls_short(0.5):
             worst = min((name for name in tiny if "weight" in name), key=tiny.__getitem__)
             checks = min(LAST_CHECKS, len(history.curve(f"parameter_norms/grad_norm/{worst}")))
             yield self.finding(
@@ -482,7 +472,7 @@ class ExplodingGradients(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for a lasting growth, or for repeated extreme steps."""
-        norms = gradient_norms(history)
+        norms = history.gradient_norms
         values = norms.values[np.isfinite(norms.values)]
         if any(group.get("optimizer") == "LBFGS" for group in history.facts.get("groups", ())):
             return
@@ -501,7 +491,7 @@ class ExplodingGradients(Detector):
         if len(values) < 20 and not self._is_huge_at_once(history):
             return
         # Steps without a gradient, such as those of equal rewards, are no measure.
-        first, last, usual = start_level(norms, 10), end_level(norms), median_of(values[values > 0])
+        first, last, usual = norms.start_level(10), norms.end_level(), median_of(values[values > 0])
         if self._is_huge_at_once(history):
             yield self._finding(
                 1,
@@ -512,7 +502,7 @@ class ExplodingGradients(Detector):
                 confidence=0.97,
             )
             return
-        if first > 0 and last / first > self.growth and falls_short(history, 0.1):
+        if first > 0 and last / first > self.growth and history.falls_short(0.1):
             is_large = norms.values > first * self.growth
             yield self._finding(
                 norms.first_step_where(is_large) or 0,
@@ -540,7 +530,7 @@ class ExplodingGradients(Detector):
             yield replace(found, next=rows) if are_rare else found
 
     def _is_huge_at_once(self, history: History) -> bool:
-        norm, loss = gradient_norms(history).first, history.loss.first
+        norm, loss = history.gradient_norms.first, history.loss.first
         is_mean = history.last("training_checks/loss_is_summed") == 0
         return is_mean and abs(loss) < 100 and norm > self._first_limit(history)
 
@@ -576,7 +566,7 @@ class GradientJump(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if gradients are far above the median of the 50 steps before, and do not return to it."""
-        norms = gradient_norms(history)
+        norms = history.gradient_norms
         if not history.is_adam_like or len(norms) < 60:
             return
         step = jump_step(norms, self.factor)

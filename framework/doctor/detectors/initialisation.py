@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from ..levels import falls_short, uniform_loss
 from .parameters import names_text
 
 EXTREME = 8.0
@@ -56,15 +55,15 @@ class InitialScale(Detector):
                 f"{smallest[0]} {smallest[1]:.2g} times, so that signals and gradients vanish.",
                 "Use torch.nn.init.kaiming_normal_(weight), or remove the custom initialisation.",
                 Evidence("facts/weight_scales", median, self.small, "0.5 to 1.5 times 1/√fan_in"),
-                confidence=0.9 if falls_short(history, 0.3) else 0.7,
+                confidence=0.9 if history.falls_short(0.3) else 0.7,
             )
 
 
 def _suffers_from_large(history: History) -> bool:
     """Return whether the first loss is far too high, or the loss does not fall."""
-    uniform, first = uniform_loss(history), history.loss.first
+    uniform, first = history.uniform_loss, history.loss.first
     scale = history.facts["weight_scales"]["median"]
-    return first > 2 * uniform or falls_short(history, 0.1) or history.step < 5 or first > 100 or scale > EXTREME
+    return first > 2 * uniform or history.falls_short(0.1) or history.step < 5 or first > 100 or scale > EXTREME
 
 
 @DetectorRegistry.register

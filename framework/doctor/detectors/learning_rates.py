@@ -8,19 +8,8 @@ import numpy as np
 
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
-from ..history import Curve, History
-from ..levels import (
-    compared,
-    end_level,
-    gradient_norms,
-    is_sorted_by_class,
-    jump_of_gradient,
-    loss_fall,
-    median_of,
-    start_level,
-    uniform_loss,
-    update_ratios,
-)
+from ..history import Curve, History, median_of
+from ..measures import compared, is_sorted_by_class, jump_of_gradient
 
 LR = "training_metrics/lr"
 LARGEST_RATE = 10.0
@@ -76,7 +65,7 @@ class LearningRateTooHigh(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for large updates in the first steps, or for a loss that diverges."""
-        ratios = update_ratios(history)
+        ratios = history.update_ratios
         if not len(ratios):
             return
         early = ratios.steps <= 20
@@ -119,7 +108,7 @@ class LearningRateTooHigh(Detector):
 
 def _stays_above(history: History, limit: float) -> bool:
     """Return whether all checked updates of the first 20 steps, of all weights and of the median matrix, are larger."""
-    curves = (update_ratios(history), history.curve("training_checks/update_ratio_median"))
+    curves = (history.update_ratios, history.curve("training_checks/update_ratio_median"))
     values = [curve.between(1, 20) for curve in curves]
     return min(map(len, values)) >= 5 and history.step >= 20 and all(bool((item > limit).all()) for item in values)
 
@@ -127,7 +116,7 @@ def _stays_above(history: History, limit: float) -> bool:
 def _follows_a_jump(history: History, step: int, limit: float) -> bool:
     """Return whether updates were small until a single extreme gradient, which a row of the data causes."""
     jump = jump_of_gradient(history)
-    ratios = update_ratios(history)
+    ratios = history.update_ratios
     before = ratios.values[ratios.steps < (jump or 0)]
     return jump is not None and jump <= step and len(before) > 1 and float(np.max(before)) < 0.5 * limit
 
@@ -192,7 +181,7 @@ def _early_harm(history: History, *, is_large: bool, is_brief: bool) -> str:
     highest = float(np.nanmax(loss.values[1:20]))
     if len(loss) >= 100 and highest > EARLY_RISE * loss.first and lowest > 0.5 * loss.first:
         return f", the loss rose from {loss.first:.3g} to {highest:.3g}, and it has only fallen to {lowest:.3g} since"
-    if len(loss) >= 100 and lowest > 0.93 * uniform_loss(history) and _has_dead_layers(history):
+    if len(loss) >= 100 and lowest > 0.93 * history.uniform_loss and _has_dead_layers(history):
         return ", units died, and the loss stays at that of equal probabilities"
     weights = history.curve("parameter_norms/total_weight_norm")
     growth = weights.at(60) / weights.first if len(weights) > 1 and weights.first > 0 else 1.0
@@ -232,21 +221,21 @@ class LearningRateTooLow(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if all updates at a steady learning rate are tiny."""
-        ratios = update_ratios(history)
+        ratios = history.update_ratios
         values = ratios.values[np.isfinite(ratios.values) & (ratios.values > 1e-300)]
         rising = is_warming_up(history)
-        if not len(values) or rising or not gradient_norms(history).last > 0:
+        if not len(values) or rising or not history.gradient_norms.last > 0:
             return
         lr = initial_lr(history)
         if not lr > 0 or history.facts.get("rounded_away", {}).get("share", 0) > 0.5:
             return
         highest = float(values.max())
         at_once = highest < self.certain and not has_scheduler(history)
-        hardly_learns = loss_fall(history) < self.fall or compared(history)[0] > self.constant
+        hardly_learns = history.loss_fall < self.fall or compared(history)[0] > self.constant
         is_slow = highest < self.ratio and history.step >= 50 and hardly_learns
         if not (at_once or is_slow):
             return
-        clipped = median_of(history.curve("training_checks/clip_factor").values)
+        clipped = history.curve("training_checks/clip_factor").median
         if clipped < self.clipped and not history.is_adam_like:
             return  # the gradients are clipped to a small part of their norm
         factor = 10.0 ** round(-3 - math.log10(highest))
@@ -563,7 +552,7 @@ class LearningRateJump(Detector):
         if not np.isfinite(levels).any():
             return
         best = int(np.nanargmin(levels))
-        last = end_level(history.loss)
+        last = history.loss.end_level()
         lowest_at = int(history.loss.steps[best * count])
         at_lowest = curve.at(lowest_at)
         if best >= len(levels) - 2 or not last > self.rise * levels[best] or not curve.last > 3 * at_lowest:
@@ -610,9 +599,9 @@ class WarmUpMissing(Detector):
         early = loss.values[1 : max(11, len(loss) // 10)]
         smooth = np.median(np.lib.stride_tricks.sliding_window_view(early, 5), axis=1)  # single outliers do not count
         highest = float(smooth.max())
-        recovers = start_level(loss, 1) > median_of(loss.values[-10:])
-        is_new = loss.first > 0.5 * uniform_loss(history)  # a trained model that continues starts lower
-        ratios = update_ratios(history)
+        recovers = loss.start_level(1) > median_of(loss.values[-10:])
+        is_new = loss.first > 0.5 * history.uniform_loss  # a trained model that continues starts lower
+        ratios = history.update_ratios
         is_small = float(np.max(ratios.values[ratios.steps <= 20], initial=0.0)) < self.ratio
         if has_warm_up or not recovers or not is_new or highest < self.rise * loss.first:
             return
@@ -620,7 +609,7 @@ class WarmUpMissing(Detector):
             return
         step = loss.first_step_where(loss.values > self.rise * loss.first) or 1
         yield self.finding(
-            "info" if loss_fall(history) > self.fallen else "warning",
+            "info" if history.loss_fall > self.fallen else "warning",
             step,
             f"The loss rose from {loss.first:.3g} to {highest:.3g} in the first steps, which start at the full "
             f"learning rate of {_text(initial_lr(history))}: a warm-up is missing.",

@@ -9,20 +9,8 @@ import numpy as np
 from ...errors import counted, listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
-from ..history import Curve, History
-from ..levels import (
-    CHECKS,
-    compared,
-    divided_afterwards,
-    end_level,
-    falls_short,
-    is_minimised,
-    loss_fall,
-    median_of,
-    start_level,
-    uniform_loss,
-    update_ratios,
-)
+from ..history import Curve, History, median_of
+from ..measures import CHECKS, compared, divided_afterwards, is_minimised
 from ..rules import Rule
 from ..stages import Stage
 from .learning_rates import is_warming_up
@@ -308,7 +296,7 @@ class TargetsOutOfReach(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if a part of the targets is out of reach in the median over the checks."""
         curve = history.curve(f"{CHECKS}/unreachable_target_fraction")
-        share = median_of(curve.values)
+        share = curve.median
         if not share > self.share:
             return
         lowest, highest = (history.curve(f"{CHECKS}/target_{name}") for name in ("min", "max"))
@@ -344,7 +332,7 @@ class TargetsNotProbabilities(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the targets of a row do not add up to 1, or if some are outside of 0 to 1."""
         invalid = history.curve(f"{CHECKS}/invalid_target_fraction")
-        share = median_of(invalid.values)
+        share = invalid.median
         if share > self.beyond:
             lowest, highest = (history.curve(f"{CHECKS}/target_{name}").values for name in ("min", "max"))
             yield self.finding(
@@ -358,7 +346,7 @@ class TargetsNotProbabilities(Detector):
             )
             return
         curve = history.curve(f"{CHECKS}/soft_target_sum")
-        total = median_of(curve.values)
+        total = curve.median
         if not abs(total - 1) > self.deviation:
             return
         yield self.finding(
@@ -507,7 +495,7 @@ class InitialLossHigh(Detector):
         # The loss of a step whose micro-batches are not averaged is their sum.
         averages = history.last(f"{CHECKS}/averages_micro_batches") != 0
         parts = 1 if averages else max(history.last(f"{CHECKS}/micro_batches"), 1)
-        uniform, first = uniform_loss(history), history.loss.first / parts
+        uniform, first = history.uniform_loss, history.loss.first / parts
         if not first > max(self.factor * uniform, uniform + 2) or history.loss.first_step > 1:
             return
         if history.facts.get("scaler") and first > LEAST_SCALE * uniform:
@@ -607,7 +595,7 @@ class LossRising(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for a negative cross-entropy, an optimizer that maximises, or a steady rise."""
         loss = history.loss
-        uniform = uniform_loss(history)  # the loss of a policy gradient is negative, too, but has another size
+        uniform = history.uniform_loss  # the loss of a policy gradient is negative, too, but has another size
         if loss.first < 0 and loss.last < 0 and 0.5 * uniform < -loss.first < 3 * uniform:
             yield self._finding(
                 1,
@@ -622,7 +610,7 @@ class LossRising(Detector):
         maximises = any(group.get("maximize") is True for group in history.facts.get("groups", ()))
         if len(loss) < 20 or not loss.first > 0 or not is_minimised(history):
             return
-        first, last = start_level(loss), end_level(loss)
+        first, last = loss.start_level(), loss.end_level()
         finite = np.isfinite(loss.values)
         trend = rank_correlation(loss.values[finite])
         factor = 1.05 if maximises else self.factor
@@ -673,17 +661,17 @@ class NoBetterThanUniform(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last losses are near ln(C)."""
-        uniform, loss = uniform_loss(history), history.loss
+        uniform, loss = history.uniform_loss, history.loss
         # Large models and hard tasks start with a plateau, so a run in progress gets a fifth of its plan.
         patience = self.share_of_plan * (history.planned_steps or 1500)
         if len(loss) < 100 or loss.last_step < (100 if history.is_over else max(100, patience)):
             return
-        last = end_level(loss)
+        last = loss.end_level()
         lowest = median_of(np.sort(loss.values)[: max(5, len(loss) // 10)])
         if is_warming_up(history) or not (lowest > self.share * uniform and last < 1.5 * uniform):
             return
         frozen = sorted((history.facts.get("frozen_modules") or {}).items(), key=lambda item: -item[1])
-        first_update = update_ratios(history).first
+        first_update = history.update_ratios.first
         print_rows = (
             "print a few rows with their labels; try to overfit a single batch, which must bring the loss near 0."
         )
@@ -741,7 +729,7 @@ class NoBetterThanFrequencies(Detector):
         if not history.last(f"{CHECKS}/class_count") > 1 or is_warming_up(history):
             return
         ratio, last, entropy = compared(history, int(self.steps), int(self.checks))
-        if not self.share < ratio < 1.1 or entropy > self.even * uniform_loss(history):
+        if not self.share < ratio < 1.1 or entropy > self.even * history.uniform_loss:
             return
         yield self.finding(
             "warning",
@@ -852,7 +840,7 @@ class LossConstant(Detector):
         values, level = loss.values, abs(loss.first)
         if len(loss) < self.steps or not np.isfinite(values).all() or not level > 0:
             return
-        if not np.ptp(values) < self.spread * level or not median_of(update_ratios(history).values) > 1e-7:
+        if not np.ptp(values) < self.spread * level or not history.update_ratios.median > 1e-7:
             return
         yield self.finding(
             "warning",
@@ -888,16 +876,16 @@ class LossNotFalling(Detector):
         loss = history.loss
         if len(loss) < 100 or loss.last_step < 200 or loss.first_nonfinite is not None:
             return
-        fall = loss_fall(history)
+        fall = history.loss_fall
         if fall < self.fall:
             yield self.finding(
                 "info",
                 200,
-                f"The loss has not fallen in {loss.last_step:,} steps: it was {start_level(loss):.3g} and is "
-                f"{end_level(loss):.3g}.",
+                f"The loss has not fallen in {loss.last_step:,} steps: it was {loss.start_level():.3g} and is "
+                f"{loss.end_level():.3g}.",
                 "Try to overfit one batch: without success, model or loss have a fault; with success, look at the "
                 "data.",
-                Evidence(f"{CHECKS}/loss", end_level(loss), None, "falls by more than 2 % in 200 steps"),
+                Evidence(f"{CHECKS}/loss", loss.end_level(), None, "falls by more than 2 % in 200 steps"),
                 confidence=0.5,
             )
 
@@ -973,7 +961,7 @@ class LossUnbounded(Detector):
         if third < 30:
             return
         width = max(5, third // 5)
-        first = start_level(loss)
+        first = loss.start_level()
         middle, late, last = (median_of(loss.values[end - width : end]) for end in (third, 2 * third, len(loss)))
         is_large = last < -self.size * max(1.0, abs(first))
         if not (is_large and last < late < middle and late - last > self.speed * (middle - late)):
@@ -1065,15 +1053,15 @@ class TrainValidationDiverging(Detector):
     def _unchanged(self, history: History, name: str, validation: Curve) -> Finding | None:
         """Return a finding if all validation losses are the same number while the training loss falls."""
         values = validation.values
-        if len(values) < 3 or np.ptp(values) != 0 or not loss_fall(history) > self.fallen:
+        if len(values) < 3 or np.ptp(values) != 0 or not history.loss_fall > self.fallen:
             return None
-        if not values[0] > 1.2 * end_level(history.loss):  # both are at the lowest possible value, such as 0
+        if not values[0] > 1.2 * history.loss.end_level():  # both are at the lowest possible value, such as 0
             return None
         return self.finding(
             "warning",
             validation.first_step,
             f"The validation loss is exactly {values[0]:.4g} in all {len(values)} evaluations, while the training loss "
-            f"has fallen to {end_level(history.loss):.3g}: the evaluated weights are not the trained ones.",
+            f"has fallen to {history.loss.end_level():.3g}: the evaluated weights are not the trained ones.",
             "Evaluate the trained model itself; update averaged weights or a copy before you evaluate them.",
             Evidence(name, validation.last, None, "changes with the weights"),
         )
@@ -1089,7 +1077,7 @@ class TrainValidationDiverging(Detector):
         loss = history.loss
         levels = [median_of(loss.between(int(step - max(5, step // 5)), int(step))) for step in validation.steps]
         trained, ratios = np.array(levels), validation.values / np.array(levels)
-        gap = self.apart * start_level(loss)
+        gap = self.apart * loss.start_level()
         # Later losses may be apart because the model memorises; those of the first epoch may not.
         if not (trained.min() > 0 and ratios.min() > self.at_once and validation.first - trained[0] > gap > 0):
             return None
@@ -1112,11 +1100,11 @@ class TrainValidationDiverging(Detector):
         step, later = int(validation.steps[best]), values[best + 1 :]
         level = median_of(later[-3:]) if len(later) >= 2 else math.nan  # a single value may be noise
         loss = history.loss
-        train_then, train_now = loss.at(step), end_level(loss)
+        train_then, train_now = loss.at(step), loss.end_level()
         rise = self.memorised_rise if train_now < 0.02 * values[-1] else self.rise
         is_rising = level > rise * values[best] and values[-1] > rise * values[best]
-        is_small = values[-1] - values[best] < self.small * start_level(loss)
-        has_learned = loss_fall(history) > self.memorised or not start_level(loss) > 0
+        is_small = values[-1] - values[best] < self.small * loss.start_level()
+        has_learned = history.loss_fall > self.memorised or not loss.start_level() > 0
         if is_small or not (is_rising and has_learned and train_now < train_then and train_now < values[-1]):
             return None
         accuracy = history.curve("training_metrics/val_acc")
@@ -1139,10 +1127,10 @@ class TrainValidationDiverging(Detector):
             Evidence(name, float(values[-1]), rise * float(values[best]), "near its minimum"),
             Evidence(f"{CHECKS}/loss", train_now),
         )
-        if values[best] > self.unlike * start_level(loss) > 0:
+        if values[best] > self.unlike * loss.start_level() > 0:
             return self._suspicious(
                 step,
-                f"the {course}. Even its best value is far above the first training loss of {start_level(loss):.3g}, "
+                f"the {course}. Even its best value is far above the first training loss of {loss.start_level():.3g}, "
                 "so the validation data may be prepared differently.",
                 "Compare a batch of both: normalisation, preprocessing, labels, and the formula of the loss.",
                 *evidence,
@@ -1155,7 +1143,7 @@ class TrainValidationDiverging(Detector):
         """Return a finding if the validation loss was never below that of equal probabilities."""
         if not self._does_not_generalise(history, validation):
             return None
-        trained, uniform = end_level(history.loss), uniform_loss(history)
+        trained, uniform = history.loss.end_level(), history.uniform_loss
         is_flat = np.ptp(validation.values) < self.flat * validation.first
         averages = "If you evaluate averaged weights or a copy, check their decay and when they are updated. "
         return self._suspicious(
@@ -1170,14 +1158,14 @@ class TrainValidationDiverging(Detector):
 
     def _unmoved(self, history: History, name: str, validation: Curve) -> Finding | None:
         """Return a finding if the validation loss stays near the first training loss, far above the later ones."""
-        values, first = validation.values, start_level(history.loss)
-        if len(values) < 5 or not first > 0 or not loss_fall(history) > self.trained:
+        values, first = validation.values, history.loss.start_level()
+        if len(values) < 5 or not first > 0 or not history.loss_fall > self.trained:
             return None
         start, lowest, highest = (float(value) for value in (values[0], values.min(), values.max()))
         is_near_start = 0.75 * first < start < 1.5 * first
         if not (is_near_start and lowest > self.unmoved * start and highest < 1.2 * start):
             return None
-        trained = end_level(history.loss)
+        trained = history.loss.end_level()
         return self._suspicious(
             validation.first_step,
             f"the validation loss hardly changes, from {start:.3g} to {validation.last:.3g}, while the training loss "
@@ -1206,16 +1194,16 @@ class TrainValidationDiverging(Detector):
 
     def _does_not_generalise(self, history: History, validation: Curve) -> bool:
         """Return whether all validation losses are those of equal probabilities or worse, and training losses not."""
-        uniform, values = uniform_loss(history), validation.values
+        uniform, values = history.uniform_loss, validation.values
         if not len(values) or not math.isfinite(uniform) or not values.min() > self.chance * uniform:
             return False
         if len(values) < 3:  # so few must be far off, and be measured after the training
             is_late = validation.first_step > 0.5 * history.step
-            return is_late and values.min() > 1.1 * uniform and end_level(history.loss) < 0.5 * uniform
+            return is_late and values.min() > 1.1 * uniform and history.loss.end_level() < 0.5 * uniform
         accuracy = history.last("training_metrics/val_acc")
         later = self.learned_at_end if history.is_over else self.learned_later
         learned = self.learned if len(values) < 5 else later
-        return end_level(history.loss) < learned * uniform and not accuracy > 2 * math.exp(-uniform)
+        return history.loss.end_level() < learned * uniform and not accuracy > 2 * math.exp(-uniform)
 
     def _generalises(self, history: History, best_step: int) -> bool:
         """Return whether the validation accuracy still rises, or is not far below that of the training."""
@@ -1256,8 +1244,8 @@ class ValidationBetter(Detector):
         name, validation = validation_loss(history)
         if len(validation) < 3 or history.facts.get("dropouts") or len(history.loss) < 20:
             return
-        train, held_out = end_level(history.loss), median_of(validation.values[-3:])
-        if train > 0.02 and 0 < held_out < self.ratio * train and not falls_short(history, 0.1):
+        train, held_out = history.loss.end_level(), median_of(validation.values[-3:])
+        if train > 0.02 and 0 < held_out < self.ratio * train and not history.falls_short(0.1):
             yield self.finding(
                 "info",
                 validation.last_step,

@@ -8,8 +8,8 @@ import numpy as np
 from ...errors import counted
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
-from ..history import History
-from ..levels import CHECKS, median_of
+from ..history import History, median_of
+from ..measures import CHECKS
 from ..rules import Rule, alert, fact
 from .parameters import names_text
 

@@ -9,7 +9,6 @@ from ...errors import listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from ..levels import gradient_norms
 
 
 @DetectorRegistry.register
@@ -132,7 +131,7 @@ class SkippedSteps(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if many steps have no finite gradient."""
-        norms = gradient_norms(history)
+        norms = history.gradient_norms
         if not history.facts.get("scaler") or len(norms) < 20:
             return
         is_skipped = ~np.isfinite(norms.values)

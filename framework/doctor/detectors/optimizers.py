@@ -7,8 +7,7 @@ import numpy as np
 
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
-from ..history import History
-from ..levels import falls_short, loss_fall, median_of
+from ..history import History, median_of
 
 
 def _number(value: object) -> float:
@@ -49,7 +48,7 @@ class ClippingTooStrong(Detector):
             if before.at(int(step)) > 0
         ]
         factor = median_of(np.array(factors))
-        if not (median_of(fraction.values) > self.clipped and 0 < factor < self.factor):
+        if not (fraction.median > self.clipped and 0 < factor < self.factor):
             return
         if (scale := _scale_of_clipping(history, after.values)) is not None:
             yield self.finding(
@@ -62,14 +61,14 @@ class ClippingTooStrong(Detector):
                 confidence=0.95,
             )
             return
-        is_harmless = history.is_adam_like or loss_fall(history) > self.fall
+        is_harmless = history.is_adam_like or history.loss_fall > self.fall
         yield self.finding(
             "info" if is_harmless else "warning",
             fraction.first_step,
-            f"{median_of(fraction.values):.0%} of the gradients are clipped, to {factor:.1%} of their norm in the "
-            f"median (from {median_of(before.values):.3g} to {median_of(after.values):.3g}).",
-            f"Raise the threshold of clipping, to {median_of(before.values):.2g} for example.",
-            Evidence("parameter_norms/clipped_fraction", median_of(fraction.values), self.clipped, "below 0.1"),
+            f"{fraction.median:.0%} of the gradients are clipped, to {factor:.1%} of their norm in the "
+            f"median (from {before.median:.3g} to {after.median:.3g}).",
+            f"Raise the threshold of clipping, to {before.median:.2g} for example.",
+            Evidence("parameter_norms/clipped_fraction", fraction.median, self.clipped, "below 0.1"),
             confidence=0.85,
         )
 
@@ -109,7 +108,7 @@ class EpsilonTooLarge(Detector):
         """Return a finding for an unusual eps that determines most steps."""
         curve = history.curve("optimizer_health/below_eps_fraction")
         largest = max((_number(group.get("eps")) for group in history.facts.get("groups", ())), default=0.0)
-        share = median_of(curve.values)
+        share = curve.median
         if largest > self.eps and share > self.share:
             yield self.finding(
                 "warning",
@@ -221,7 +220,7 @@ class WeightsShrink(Detector):
         if len(norms) < 2 or not norms.first > 0 or not decay > self.usual:
             return
         share = norms.last / norms.first
-        is_failing = falls_short(history, 0.3)
+        is_failing = history.falls_short(0.3)
         if share < self.shrinkage and is_failing:
             has_shrunk = norms.values < self.shrinkage * norms.first
             yield self.finding(

@@ -6,18 +6,8 @@ from collections.abc import Iterable
 
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
-from ..history import Curve, History
-from ..levels import (
-    CHECKS,
-    compared,
-    end_level,
-    falls_short,
-    is_minimised,
-    loss_fall,
-    median_of,
-    start_level,
-    uniform_loss,
-)
+from ..history import Curve, History, median_of
+from ..measures import CHECKS, compared, is_minimised
 from .learning_rates import is_warming_up
 from .losses import validation_loss
 
@@ -58,8 +48,8 @@ class OutputsIgnoreInputs(Detector):
         curve = history.curve(f"{CHECKS}/output_variation")
         variation = median_of(curve.values[-3:])
         ratio, loss, constant = compared(history)
-        if math.isnan(ratio) and history.step >= LEAST_STEPS and falls_short(history, 1 - self.share):
-            ratio, loss, constant = 1.0, end_level(history.loss), start_level(history.loss)
+        if math.isnan(ratio) and history.step >= LEAST_STEPS and history.falls_short(1 - self.share):
+            ratio, loss, constant = 1.0, history.loss.end_level(), history.loss.start_level()
         is_term = history.last(f"{CHECKS}/loss_has_terms") > 0
         limit = self.of_term if is_term else self.variation
         if is_warming_up(history) or not (variation < limit and ratio > self.share):
@@ -134,7 +124,7 @@ class ScoreContradictsLoss(Detector):
                     "does the model see its targets, does the score run the model in another way, or is one class so "
                     "frequent that the others do not count?",
                     Evidence(metric, curve.last, None, "near 1"),
-                    Evidence(f"{CHECKS}/loss", end_level(history.loss)),
+                    Evidence(f"{CHECKS}/loss", history.loss.end_level()),
                     confidence=0.7,
                 )
                 return
@@ -142,22 +132,22 @@ class ScoreContradictsLoss(Detector):
     def _why(self, history: History, curve: Curve, name: str, words: set[str]) -> str:
         """Return in words how a score contradicts the loss; empty if it does not."""
         values = curve.values
-        if len(values) >= self.zeros and not values.any() and loss_fall(history) > self.fall:
+        if len(values) >= self.zeros and not values.any() and history.loss_fall > self.fall:
             return (
                 f"{name} is 0 in all {len(values)} evaluations, although the loss falls to "
-                f"{end_level(history.loss):.3g}: the model may predict only the most frequent class."
+                f"{history.loss.end_level():.3g}: the model may predict only the most frequent class."
             )
         best, held_out = float(values.max()), self._held_out(history)
         if len(values) < self.evaluations or not 0 <= values.min() <= best < self.low:
             return ""
         shown = f"{name} is at most {best:.3g} in all {len(values)} evaluations, although the loss"
-        if words & SHARES_OF_RIGHT and uniform_loss(history) > 0 and math.isfinite(held_out):
+        if words & SHARES_OF_RIGHT and history.uniform_loss > 0 and math.isfinite(held_out):
             least = 1 - held_out / math.log(2)
             if best < least - self.margin:
                 return f"{shown} of the same evaluation, {held_out:.3g}, allows no accuracy below {least:.3g}."
-        scale = uniform_loss(history) if uniform_loss(history) > 0 else history.loss.first
+        scale = history.uniform_loss if history.uniform_loss > 0 else history.loss.first
         learned = self.learned * scale
-        trained = end_level(history.loss)
+        trained = history.loss.end_level()
         if not 0 <= trained < learned or held_out > learned:
             return ""
         of_both = f"s of training and evaluation are {trained:.2g} and {held_out:.2g}"

@@ -7,7 +7,6 @@ from ...errors import counted, listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from ..levels import loss_fall
 
 
 def names_text(fact: Mapping[str, Any]) -> str:
@@ -159,7 +158,7 @@ class FrozenUntrained(Detector):
         if not fact.get("count") or fact["count"] <= self.share * fact["layers"]:
             return
         yield self.finding(
-            "info" if loss_fall(history) > 0.5 else "warning",
+            "info" if history.loss_fall > 0.5 else "warning",
             0,
             f"{fact['count']} of {fact['layers']} frozen layers have uniformly distributed weights, as torch "
             f"initialises them and no training leaves them: {names_text(fact)}. They were probably never loaded.",

@@ -7,7 +7,7 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from ..levels import CHECKS
+from ..measures import CHECKS
 from .learning_rates import lr_curve
 
 NO_RATE = 1e-4

@@ -1,52 +1,15 @@
-"""Levels of noisy curves, as medians over windows, which single outliers do not move."""
+"""Measures of a history that several detectors share."""
 
 import math
 
 import numpy as np
 
-from .history import Curve, History
+from .history import History, median_of
 
 CHECKS = "training_checks"
 """The hook behind most detectors: without its values, nothing that they look for was checked."""
 FEW_CLASSES = 0.2
 """Share of the expected classes of a batch below which its rows are not a random draw."""
-
-
-def median_of(values: "np.typing.NDArray[np.float64]") -> float:
-    """Return the median of the finite values; NaN without any."""
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else math.nan
-
-
-def start_level(curve: Curve, steps: int = 5) -> float:
-    """Return the median of the first points of a curve."""
-    return median_of(curve.values[:steps])
-
-
-def end_level(curve: Curve, share: float = 0.1) -> float:
-    """Return the median of the last ``share`` of the points, of at least 5."""
-    values = curve.values
-    return median_of(values[-max(5, int(len(values) * share)) :])
-
-
-def loss_fall(history: History) -> float:
-    """Return by which share of its initial value the training loss has fallen; negative if it has risen.
-
-    NaN with fewer than 10 points, and for losses that are not positive.
-    """
-    loss = history.loss
-    first, last = start_level(loss), end_level(loss)
-    if len(loss) < 10 or not first > 0 or not last >= 0:
-        return math.nan
-    return 1 - last / first
-
-
-def falls_short(history: History, share: float) -> bool:
-    """Return whether the training loss has fallen by less than a share of its initial value, or is not finite."""
-    if history.loss.first_nonfinite is not None:
-        return True
-    fall = loss_fall(history)
-    return not math.isnan(fall) and fall < share
 
 
 LEARNED = 0.8
@@ -57,10 +20,10 @@ FAR_ABOVE = 5.0
 
 def learned_share(history: History) -> float:
     """Return by which share the loss has fallen, if it is also far below that of constant predictions; else 0."""
-    loss, last = history.loss, end_level(history.loss)
+    loss, last = history.loss, history.loss.end_level()
     # The first steps may have raised the loss, from which it falls back.
     fall = 1 - last / loss.first if loss.first > 0 and len(loss) >= 10 else math.nan
-    fall = min(fall, loss_fall(history))
+    fall = min(fall, history.loss_fall)
     names = ("uniform_loss", "term_loss", "constant_loss")
     uniform, of_outputs, constant = (history.last(f"{CHECKS}/{name}") for name in names)
     is_far_below = all(value < 0.5 * least for value, least in ((last, uniform), (of_outputs, constant)) if least > 0)
@@ -93,12 +56,6 @@ def compared(history: History, steps: int = 200, checks: int = 3) -> tuple[float
     return median_of((losses / constants)[-checks:]), median_of(losses[-checks:]), median_of(constants)
 
 
-def uniform_loss(history: History) -> float:
-    """Return ln(C) of a cross-entropy over C classes, the loss of equal probabilities; NaN for other losses."""
-    loss = history.last("training_checks/uniform_loss")
-    return loss if loss > 0 else math.nan
-
-
 def are_tokens(history: History) -> bool:
     """Return whether the targets are sequences of tokens."""
     return any(len(history.curve(f"{CHECKS}/{name}")) for name in ("padding_fraction", "target_shift"))
@@ -112,7 +69,7 @@ def classes_of_batches(history: History) -> tuple[float, float] | None:
     rows, classes = history.settings.get("batch_size") or 0, history.last(f"{CHECKS}/class_count")
     if are_tokens(history) or not classes > 1:
         return None
-    found = median_of(history.curve(f"{CHECKS}/target_class_count").values)
+    found = history.curve(f"{CHECKS}/target_class_count").median
     expected = float(classes * (1 - (1 - 1 / classes) ** rows))
     return (found, expected) if expected >= 8 and found > 0 else None
 
@@ -121,18 +78,6 @@ def is_sorted_by_class(history: History) -> bool:
     """Return whether batches have far fewer classes than random rows would."""
     counts = classes_of_batches(history)
     return counts is not None and counts[0] < FEW_CLASSES * counts[1]
-
-
-def update_ratios(history: History) -> Curve:
-    """Return ‖Δθ‖/‖θ‖ over all trainable parameters, from the hook that measured it most often."""
-    names = ("training_checks/update_ratio", "parameter_norms/total_update_ratio", "training_diagnostics/update_ratio")
-    return max((history.curve(name) for name in names), key=len)
-
-
-def gradient_norms(history: History) -> Curve:
-    """Return the joint gradient norm before clipping, of every step where a hook measured it."""
-    names = ("training_checks/grad_norm", "parameter_norms/total_grad_norm")
-    return max((history.curve(name) for name in names), key=len)
 
 
 def target_sizes(history: History) -> "np.typing.NDArray[np.float64]":
@@ -171,7 +116,7 @@ def jump_of_gradient(history: History) -> int | None:
 
     At least three steps come before it. ``None`` without such a step.
     """
-    norms, loss = gradient_norms(history), history.loss
+    norms, loss = history.gradient_norms, history.loss
     if loss.first_nonfinite is None:
         return None
     earlier = np.maximum.accumulate(np.nan_to_num(norms.values[:-1], posinf=np.inf))
