@@ -1,7 +1,8 @@
 """Start-up facts: properties of model and optimizer before the first step that may show a mistake."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -36,27 +37,26 @@ def start_facts(model: nn.Module, optimizers: Sequence[Optimizer], others: Itera
     """
     parameters = {name: item for name, item in model.named_parameters() if not is_uninitialised(item)}
     trainable = {name: item for name, item in parameters.items() if item.requires_grad}
-    facts: dict[str, Any] = {
+    return {
         "model": type(model).__qualname__,
         "parameters": len(parameters),
         "trainable": len(trainable),
         "elements": sum(item.numel() for item in parameters.values()),
         "trainable_elements": sum(item.numel() for item in trainable.values()),
         "frozen_modules": _frozen_modules(model),
-        "dtypes": _counts(str(item.dtype).removeprefix("torch.") for item in parameters.values()),
+        "dtypes": dict(Counter(str(item.dtype).removeprefix("torch.") for item in parameters.values())),
         "groups": _groups(optimizers),
         **_membership(parameters, trainable, optimizers, others, placeholders=_placeholders(model)),
         **_modes(model),
         "unregistered": _unregistered(model, optimizers, others),
         "matrices": sum(item.ndim > 1 for item in trainable.values()),
-        "constant_matrices": _names(name for name, item in trainable.items() if _is_constant_matrix(model, name, item)),
+        "constant_matrices": _names(name for name, item in trainable.items() if _is_constant_matrix(item)),
         "zero_matrices": sum(_is_zero(item) for item in trainable.values() if item.ndim > 1),
         "untied_copies": _untied_copies(model),
         "weight_scales": _weight_scales(model),
         "rounded_away": _rounded_away(trainable, optimizers),
         "frozen_untrained": _frozen_untrained(model),
     }
-    return facts
 
 
 def _names(names: Iterable[str]) -> dict[str, Any]:
@@ -65,11 +65,9 @@ def _names(names: Iterable[str]) -> dict[str, Any]:
     return {"count": len(all_names), "names": all_names[:MOST_NAMES]}
 
 
-def _counts(items: Iterable[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for item in items:
-        counts[item] = counts.get(item, 0) + 1
-    return counts
+def _entries(optimizers: Sequence[Optimizer]) -> list[Any]:
+    """Return what the parameter groups of all optimizers hold."""
+    return [item for optimizer in optimizers for group in optimizer.param_groups for item in group["params"]]
 
 
 def _frozen_modules(model: nn.Module) -> dict[str, float]:
@@ -90,13 +88,10 @@ def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             options = {name: _plain(value) for name, value in group.items() if name != "params"}
-            sizes = [
-                item.numel() for item in group["params"] if isinstance(item, Tensor) and not is_uninitialised(item)
-            ]
+            tensors = [item for item in group["params"] if isinstance(item, Tensor) and not is_uninitialised(item)]
+            sizes = {"tensors": len(tensors), "elements": sum(item.numel() for item in tensors)}
             plain = {name: value for name, value in options.items() if value is not None}
-            groups.append(
-                {"optimizer": type(optimizer).__name__, "tensors": len(sizes), "elements": sum(sizes)} | plain
-            )
+            groups.append({"optimizer": type(optimizer).__name__} | sizes | plain)
     return groups[:MOST_GROUPS]
 
 
@@ -118,7 +113,7 @@ def _membership(
     placeholders: Collection[int],
 ) -> dict[str, Any]:
     """Compare the parameters of the model with those of the optimizers; ``placeholders`` are identities."""
-    entries = [item for optimizer in optimizers for group in optimizer.param_groups for item in group["params"]]
+    entries = _entries(optimizers)
     decays = {
         id(item): group.get("weight_decay") for o in optimizers for group in o.param_groups for item in group["params"]
     }
@@ -155,7 +150,7 @@ def _copies(parameters: Iterable[Tensor], others: Sequence[Tensor]) -> int:
 
 def _are_near(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors differ by less than a hundredth of their size, as a moving average and its source."""
-    one, other = local_shards([first.detach(), second.detach()])
+    one, other = _values(first), _values(second)
     return torch.equal(one, other) or bool((one - other).float().norm() < 0.01 * one.float().norm())
 
 
@@ -180,7 +175,7 @@ def _unregistered(model: nn.Module, optimizers: Sequence[Optimizer], others: Ite
     They are lists, tuples and dicts of modules, and plain tensors that require a gradient.
     """
     known = {id(item) for module in (model, *others) for item in module.parameters()}
-    known |= {id(item) for optimizer in optimizers for group in optimizer.param_groups for item in group["params"]}
+    known |= {*map(id, _entries(optimizers))}
     sizes: dict[str, int] = {}
     for prefix, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -264,27 +259,33 @@ def _is_readable(tensor: Tensor) -> bool:
     return not tensor.is_meta and 0 < tensor.numel() <= LARGEST_COMPARED and tensor.is_floating_point()
 
 
-def _is_constant_matrix(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+def _values(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor, of a sharded one those of this rank."""
+    (values,) = local_shards([tensor.detach()])
+    return values
+
+
+def _is_constant_matrix(parameter: nn.Parameter) -> bool:
     """Return whether all elements of a matrix are equal, so that its units cannot become different."""
     if parameter.ndim < 2 or parameter.numel() < 2 or not _is_readable(parameter):
         return False
-    (values,) = local_shards([parameter.detach()])
+    values = _values(parameter)
     return values.numel() > 1 and bool((values.amax() == values.amin()).item())
 
 
 def _is_zero(parameter: Tensor) -> bool:
-    if not _is_readable(parameter):
-        return False
-    (values,) = local_shards([parameter.detach()])
-    return values.numel() > 0 and not bool(torch.count_nonzero(values))
+    return _is_readable(parameter) and _values(parameter).numel() > 0 and not torch.count_nonzero(_values(parameter))
 
 
-def _weight(module: nn.Module) -> Tensor | None:
-    """Return the weight of a module if it is a parameter.
+def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Yield the names of modules whose weight is a parameter that is read, the modules and the weights.
 
     The attribute may be computed at every access, and then have side effects: ``spectral_norm`` updates its buffers.
     """
-    return module._parameters.get("weight")
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and _is_readable(weight):
+            yield name, module, weight
 
 
 def _untied_copies(model: nn.Module) -> list[list[str]]:
@@ -292,16 +293,14 @@ def _untied_copies(model: nn.Module) -> list[list[str]]:
 
     Pairs of linear layers are left out: ``nn.TransformerEncoder`` starts with copies of one layer by design.
     """
-    weights: dict[type, dict[str, Tensor]] = {nn.Embedding: {}, nn.Linear: {}}
-    for name, module in model.named_modules():
-        for kind, of_kind in weights.items():
-            weight = _weight(module)
-            if isinstance(module, kind) and weight is not None and weight.requires_grad and _is_readable(weight):
-                of_kind[f"{name}.weight"] = weight
+    trained = [(f"{name}.weight", module, weight) for name, module, weight in _weights(model) if weight.requires_grad]
+    embeddings, linears = (
+        [item for item in trained if isinstance(item[1], kind)] for kind in (nn.Embedding, nn.Linear)
+    )
     pairs = [
         [embedding, linear]
-        for embedding, first in weights[nn.Embedding].items()
-        for linear, second in weights[nn.Linear].items()
+        for embedding, _, first in embeddings
+        for linear, _, second in linears
         if first is not second and _are_equal(first, second)
     ]
     return pairs[:MOST_NAMES]
@@ -309,7 +308,7 @@ def _untied_copies(model: nn.Module) -> list[list[str]]:
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:
     """Return whether two weights have equal values that are not all the same number."""
-    (one,), (other,) = local_shards([first.detach()]), local_shards([second.detach()])
+    one, other = _values(first), _values(second)
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device or not one.numel():
         return False
     return torch.equal(one, other) and bool((one.amax() != one.amin()).item())
@@ -323,15 +322,13 @@ def _weight_scales(model: nn.Module) -> dict[str, Any]:
     PyTorch's default is 0.58, the initialisation of He et al. (arXiv 1502.01852) 1.41.
     """
     scales = {}
-    for name, module in model.named_modules():
-        weight = _weight(module)
+    for name, module, weight in _weights(model):
+        values = _values(weight)
         is_layer = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
-        if is_layer and weight is not None and _is_readable(weight) and weight.requires_grad:
-            (values,) = local_shards([weight.detach()])
-            if values.numel() and not _is_zero(weight):
-                # from the shape, since weight[0] of a sharded weight waits for ranks, whose shard may be empty
-                fan_in = weight.shape[1:].numel() if weight.ndim > 1 else weight.numel()
-                scales[f"{name}.weight"] = float(values.float().square().mean().sqrt()) * math.sqrt(fan_in)
+        if is_layer and weight.requires_grad and values.numel() and not _is_zero(weight):
+            # from the shape, since weight[0] of a sharded weight waits for ranks, whose shard may be empty
+            fan_in = weight.shape[1:].numel() if weight.ndim > 1 else weight.numel()
+            scales[f"{name}.weight"] = float(values.float().square().mean().sqrt()) * math.sqrt(fan_in)
     if not scales:
         return {}
     ordered = sorted(scales.items(), key=itemgetter(1))
@@ -352,12 +349,9 @@ def _frozen_untrained(model: nn.Module) -> dict[str, Any]:
     layers = 0
     trained = [item for item in model.parameters() if item.requires_grad and _is_readable(item)]
     untrained = []
-    for name, module in model.named_modules():
-        weight = _weight(module)
-        if weight is None or weight.requires_grad or weight.ndim < 2 or not _is_readable(weight):
-            continue
-        (values,) = local_shards([weight.detach()])
-        if values.numel() < LEAST_COMPARED:
+    for name, _, weight in _weights(model):
+        values = _values(weight)
+        if weight.requires_grad or weight.ndim < 2 or values.numel() < LEAST_COMPARED:
             continue
         layers += 1
         peak = float(values.abs().max() / values.float().square().mean().sqrt().clamp(min=1e-30))
@@ -379,7 +373,7 @@ def _rounded_away(trainable: Mapping[str, nn.Parameter], optimizers: Sequence[Op
     for parameter in trainable.values():
         rate = rates.get(id(parameter), math.nan)
         if parameter.dtype in (torch.bfloat16, torch.float16) and rate > 0 and _is_readable(parameter):
-            (values,) = local_shards([parameter.detach()])
+            values = _values(parameter)
             half_ulp = values.float().abs() * torch.finfo(parameter.dtype).eps / 4  # a mean over the mantissa
             lost += int((half_ulp > rate).sum())
             total += values.numel()
