@@ -11,6 +11,7 @@ from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, Floats, History, median_of
 from ..measures import CHECKS, JUMP, jump_of_gradient
+from .parameters import named
 
 EXPERTS = ("expert",)
 """Parts of names of parameters that get a gradient only if a token is routed to them."""
@@ -85,15 +86,11 @@ class WithoutGradient(Detector):
         yield self.finding(
             "info" if is_bias else "critical" if share > 0.5 else "warning",
             1,
-            f"{count} of {trainable} trainable parameters {problem}, so they are not trained: {_named(names, count)}.",
+            f"{count} of {trainable} trainable parameters {problem}, so they are not trained: {named(names, count)}.",
             remedy,
             Evidence("training_checks/never_gradient_count", count, 0, "0"),
             confidence=0.95 if share > 0.1 else 0.8,
         )
-
-
-def _named(names: list[str], count: int) -> str:
-    return f"{', '.join(names[:3])} and {count - 3} more" if count > 3 and len(names) >= 3 else listed(names, 3)
 
 
 @DetectorRegistry.register
@@ -137,7 +134,7 @@ class LayersStopLearning(Detector):
             "warning" if count / trainable > self.share else "info",
             step,
             f"{count} of {trainable} trainable parameters {problem} since step {step:,} or shortly before, though they "
-            f"were trained until then: {_named([*steps], count)}.",
+            f"were trained until then: {named([*steps], count)}.",
             "Look for requires_grad_(False), torch.no_grad() or detach() that applies from there on; if it is "
             "intended, ignore this finding.",
             Evidence(f"{CHECKS}/{family}_count", count, 0, "0, or the layers that a training freezes on purpose"),

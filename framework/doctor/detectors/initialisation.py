@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
-from .parameters import names_text
+from .parameters import named_fact
 
 EXTREME = 8.0
 """Median scale that is a mistake even if the loss falls: N(0, 1) for layers with more than 64 inputs."""
@@ -87,21 +87,20 @@ class ConstantWeights(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if many matrices are constant."""
-        constant = history.facts.get("constant_matrices", {})
-        zeros = history.facts.get("zero_matrices", 0)
+        count, names = named_fact(history, "constant_matrices")
         matrices = history.facts.get("matrices", 0)
         # Zeros at the end of a block are usual, as in LoRA; other constants and a network of zeros are not.
-        share = self.zeros if constant.get("count") == zeros else self.share
+        share = self.zeros if count == history.facts.get("zero_matrices", 0) else self.share
         # A model with one matrix, such as a logistic regression, has no hidden units that must differ.
-        if matrices < 2 or not constant.get("count") or constant["count"] < share * matrices:
+        if matrices < 2 or not count or count < share * matrices:
             return
         yield self.finding(
             "critical",
             0,
-            f"All elements are equal in {constant['count']} of {matrices} weight matrices ({names_text(constant)}), so "
-            "that the units of these layers stay equal or get no gradient.",
+            f"All elements are equal in {count} of {matrices} weight matrices ({names}), so that the units of these "
+            "layers stay equal or get no gradient.",
             "Initialise them at random: torch.nn.init.kaiming_normal_(weight).",
-            Evidence("facts/constant_matrices", constant["count"], self.share * matrices, "0"),
+            Evidence("facts/constant_matrices", count, self.share * matrices, "0"),
         )
 
 

@@ -11,7 +11,7 @@ from ..findings import Evidence, Finding
 from ..history import History, median_of
 from ..measures import CHECKS
 from ..rules import Rule, alert, fact
-from .parameters import names_text
+from .parameters import named_fact
 
 
 @DetectorRegistry.register
@@ -36,11 +36,9 @@ class EvalModeInTraining(Detector):
             yield from self._hidden(history)
             return
         layers = []
-        if history.facts.get("dropouts"):
-            count = history.facts["dropouts"]
+        if count := history.facts.get("dropouts"):
             layers.append(f"{counted(count, 'dropout layer')} {'is' if count == 1 else 'are'} inactive")
-        if history.facts.get("batchnorms"):
-            count = history.facts["batchnorms"]
+        if count := history.facts.get("batchnorms"):
             verb = "keeps its" if count == 1 else "keep their"
             layers.append(f"{counted(count, 'batch normalisation')} {verb} statistics")
         finding = self.finding(
@@ -55,11 +53,11 @@ class EvalModeInTraining(Detector):
 
     def _hidden(self, history: History) -> Iterable[Finding]:
         """Return a finding if ``scope.evaluate`` has restored train mode for a loop that does not."""
-        alerts = history.alerts_of("evaluation", "eval_mode_left")
-        if alerts:
+        is_left, step = alert(history, "evaluation/eval_mode_left")
+        if is_left:
             yield self.finding(
                 "warning",
-                int(alerts[0]["step"] or 0),
+                step,
                 "The function given to scope.evaluate calls model.eval(), and nothing calls model.train() before the "
                 "next step. scope.evaluate restores train mode, so this run trains correctly; the same script without "
                 "it trains in eval mode after its first evaluation.",
@@ -88,35 +86,27 @@ class BatchNormFrozen(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the start-up facts."""
-        frozen = history.facts.get("batchnorms_in_eval_mode", {})
-        without_updates = history.facts.get("batchnorms_without_updates", {})
-        never_trained = history.facts.get("batchnorms_never_trained", {})
-        if never_trained.get("count") and not history.facts.get("in_eval_mode"):
-            why = (
-                f"{never_trained['count']} of {history.facts['batchnorms']} batch normalisations are in eval mode with "
-                f"their initial statistics, mean 0 and variance 1, so that they normalise nothing: "
-                f"{names_text(never_trained)}."
-            )
-            yield self._finding(why, "facts/batchnorms_never_trained", never_trained["count"])
-        elif frozen.get("count") and not history.facts.get("in_eval_mode"):
-            why = (
-                f"{frozen['count']} of {history.facts['batchnorms']} batch normalisations are in eval mode while the "
-                f"model trains, though their parameters are trainable: {names_text(frozen)}."
-            )
-            yield self._finding(why, "facts/batchnorms_in_eval_mode", frozen["count"])
-        elif without_updates.get("count"):
-            why = (
-                f"{without_updates['count']} batch normalisations have momentum 0, so that their running statistics "
-                f"keep their initial values: {names_text(without_updates)}."
-            )
-            yield self._finding(why, "facts/batchnorms_without_updates", without_updates["count"])
-
-    def _finding(self, why: str, metric: str, value: int) -> Finding:
-        remedy = (
-            "Call train() on these modules, or freeze them with requires_grad_(False) after they were trained; the "
-            "usual momentum is 0.1."
-        )
-        return self.finding("warning", 0, why, remedy, Evidence(metric, value, 0, "0"), confidence=0.85)
+        problems = {
+            "never_trained": "are in eval mode with their initial statistics, mean 0 and variance 1, so that they "
+            "normalise nothing",
+            "in_eval_mode": "are in eval mode while the model trains, though their parameters are trainable",
+            "without_updates": "have momentum 0, so that their running statistics keep their initial values",
+        }
+        for name, problem in problems.items():
+            count, names = named_fact(history, f"batchnorms_{name}")
+            are_in_eval_mode = name != "without_updates"
+            if count and not (are_in_eval_mode and history.facts.get("in_eval_mode")):
+                of_all = f" of {history.facts['batchnorms']}" if are_in_eval_mode else ""
+                yield self.finding(
+                    "warning",
+                    0,
+                    f"{count}{of_all} batch normalisations {problem}: {names}.",
+                    "Call train() on these modules, or freeze them with requires_grad_(False) after they were trained; "
+                    "the usual momentum is 0.1.",
+                    Evidence(f"facts/batchnorms_{name}", count, 0, "0"),
+                    confidence=0.85,
+                )
+                return
 
 
 @DetectorRegistry.register
@@ -280,24 +270,24 @@ class DropoutInEvaluation(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the alert of the first evaluation."""
-        unregistered = history.alerts_of("evaluation", "unregistered_dropout")
-        if unregistered and not history.facts.get("unregistered", {}).get("count"):  # layers-not-registered has these
+        is_unregistered, step = alert(history, "evaluation/unregistered_dropout")
+        if is_unregistered and not named_fact(history, "unregistered")[0]:  # layers-not-registered has these
             yield self.finding(
                 "warning",
-                int(unregistered[0]["step"] or 0),
+                step,
                 "The model drops elements in eval mode, too, in modules that it does not register, so that "
                 "model.eval() does not reach them.",
                 "Use nn.ModuleList or nn.ModuleDict in place of a list or dict of modules.",
                 Evidence("evaluation/unregistered_dropout", 1, 0, "0"),
             )
-        alerts = history.alerts_of("evaluation", "active_dropout")
-        if not alerts:
-            return
-        yield self.finding(
-            "warning",
-            int(alerts[0]["step"] or 0),
-            "The model drops elements in eval mode, too: functional.dropout has training=True by default, and "
-            "scaled_dot_product_attention drops with probability dropout_p in every mode.",
-            "Pass training=self.training to functional.dropout; to attention, dropout_p=p if self.training else 0.0.",
-            Evidence("evaluation/active_dropout", 1, 0, "0"),
-        )
+        is_active, step = alert(history, "evaluation/active_dropout")
+        if is_active:
+            yield self.finding(
+                "warning",
+                step,
+                "The model drops elements in eval mode, too: functional.dropout has training=True by default, and "
+                "scaled_dot_product_attention drops with probability dropout_p in every mode.",
+                "Pass training=self.training to functional.dropout; to attention, dropout_p=p if self.training else "
+                "0.0.",
+                Evidence("evaluation/active_dropout", 1, 0, "0"),
+            )

@@ -1,19 +1,23 @@
 """Detectors of parameters that the training cannot change as intended, from the start-up facts."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from ...errors import counted, listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
+from ..measures import CHECKS
 
 
-def names_text(fact: Mapping[str, Any]) -> str:
-    """Return the names of a fact with the number of further ones."""
-    names = [*fact["names"]]
-    more = fact["count"] - len(names)
-    return listed(names, 3) if not more else f"{', '.join(names[:3])} and {fact['count'] - 3} more"
+def named(names: list[str], count: int) -> str:
+    """Return the first of the known names with the number of further ones."""
+    return f"{', '.join(names[:3])} and {count - 3} more" if count > 3 and len(names) >= 3 else listed(names, 3)
+
+
+def named_fact(history: History, name: str) -> tuple[int, str]:
+    """Return the number of names in a start-up fact, and the names in words; 0 if the fact is unknown."""
+    fact = history.facts.get(name) or {}
+    return fact.get("count") or 0, named(fact.get("names", []), fact.get("count") or 0)
 
 
 @DetectorRegistry.register
@@ -33,30 +37,26 @@ class WithoutOptimizer(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the optimizers miss trainable parameters."""
+        count, names = named_fact(history, "without_optimizer")
         missing = history.facts.get("without_optimizer", {})
-        if not missing.get("count"):
-            return
         # Target networks and averages are copies at first, get no gradient, and are changed by the script.
-        is_trained = history.last("training_checks/outside_gradient_count") > 0
-        if missing.get("copies") == missing["count"] and not is_trained:
+        are_copies = missing.get("copies") == count and not history.last(f"{CHECKS}/outside_gradient_count") > 0
+        if not count or are_copies or history.last(f"{CHECKS}/outside_moved_count") >= count:
             return
-        if history.last("training_checks/outside_moved_count") >= missing["count"]:
-            return
-        foreign = history.facts.get("foreign_in_optimizer", 0)
-        reason = (
-            f", while it holds {foreign} tensors that are not in the model: it was created before the model was "
-            "changed, copied or moved"
-            if foreign
-            else ""
-        )
+        reason = ""
+        if foreign := history.facts.get("foreign_in_optimizer", 0):
+            reason = (
+                f", while it holds {foreign} tensors that are not in the model: it was created before the model was "
+                "changed, copied or moved"
+            )
         yield self.finding(
             "critical" if missing["share"] > 0.5 else "warning",
             0,
-            f"{missing['count']} of {history.facts['trainable']} trainable parameters are in no optimizer and keep "
-            f"their initial values ({names_text(missing)}){reason}.",
+            f"{count} of {history.facts['trainable']} trainable parameters are in no optimizer and keep their initial "
+            f"values ({names}){reason}.",
             "Create the optimizer after the model is complete, from model.parameters(), or freeze these parameters "
             "with requires_grad_(False). If another optimizer trains them, give attach all optimizers in a list.",
-            Evidence("facts/without_optimizer", missing["count"], 0, "0"),
+            Evidence("facts/without_optimizer", count, 0, "0"),
             confidence=0.95,
         )
 
@@ -78,18 +78,18 @@ class LayersNotRegistered(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if attributes of the model hold unregistered parameters that no optimizer trains."""
-        unregistered = history.facts.get("unregistered", {})
-        if not unregistered.get("count"):
-            return
-        yield self.finding(
-            "critical" if unregistered["share"] > 0.5 else "warning",
-            0,
-            f"{unregistered['elements']:,} weights are in attributes of the model that do not register them "
-            f"({names_text(unregistered)}), so that they are not in model.parameters() and keep their initial values.",
-            "Use nn.ModuleList or nn.ModuleDict instead of a list or dict of layers, and nn.Parameter for tensors, "
-            "before the optimizer is created.",
-            Evidence("facts/unregistered", unregistered["count"], 0, "0"),
-        )
+        count, names = named_fact(history, "unregistered")
+        if count:
+            unregistered = history.facts["unregistered"]
+            yield self.finding(
+                "critical" if unregistered["share"] > 0.5 else "warning",
+                0,
+                f"{unregistered['elements']:,} weights are in attributes of the model that do not register them "
+                f"({names}), so that they are not in model.parameters() and keep their initial values.",
+                "Use nn.ModuleList or nn.ModuleDict instead of a list or dict of layers, and nn.Parameter for tensors, "
+                "before the optimizer is created.",
+                Evidence("facts/unregistered", count, 0, "0"),
+            )
 
 
 @DetectorRegistry.register
@@ -111,26 +111,22 @@ class FrozenInOptimizer(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if an optimizer holds frozen parameters."""
-        frozen = history.facts.get("frozen_in_optimizer", {})
-        if not frozen.get("count"):
+        count, names = named_fact(history, "frozen_in_optimizer")
+        if not count:
             return
         share = history.facts["trainable_elements"] / max(history.facts["elements"], 1)
-        is_base = share < self.nearly_all and _has_frozen_start(history)
-        is_unusual = share > self.trainable_share and not is_base
+        # Complete children of the model are frozen in fine-tuning.
+        has_frozen_child = any(part == 1.0 for part in history.facts.get("frozen_modules", {}).values())
+        is_unusual = share > self.trainable_share and not (share < self.nearly_all and has_frozen_child)
         yield self.finding(
             "warning" if is_unusual else "info",
             0,
-            f"{frozen['count']} parameters are in the optimizer but are frozen (requires_grad=False), so they keep "
-            f"their values: {names_text(frozen)}.",
+            f"{count} parameters are in the optimizer but are frozen (requires_grad=False), so they keep their values: "
+            f"{names}.",
             "Call requires_grad_(True) on them if they should be trained; otherwise leave them out of the optimizer.",
-            Evidence("facts/frozen_in_optimizer", frozen["count"], 0, "0, or the layers of a frozen base model"),
+            Evidence("facts/frozen_in_optimizer", count, 0, "0, or the layers of a frozen base model"),
             confidence=0.6,
         )
-
-
-def _has_frozen_start(history: History) -> bool:
-    """Return whether complete children of the model are frozen, as in fine-tuning."""
-    return any(share == 1.0 for share in history.facts.get("frozen_modules", {}).values())
 
 
 @DetectorRegistry.register
@@ -154,18 +150,18 @@ class FrozenUntrained(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most frozen layers look untrained; a remark if the loss falls by half anyway."""
-        fact = history.facts.get("frozen_untrained") or {}
-        if not fact.get("count") or fact["count"] <= self.share * fact["layers"]:
-            return
-        yield self.finding(
-            "info" if history.loss_fall > 0.5 else "warning",
-            0,
-            f"{fact['count']} of {fact['layers']} frozen layers have uniformly distributed weights, as torch "
-            f"initialises them and no training leaves them: {names_text(fact)}. They were probably never loaded.",
-            "Print what load_state_dict returns: with strict=False, keys with another prefix load nothing.",
-            Evidence("facts/frozen_untrained", fact["count"], self.share * fact["layers"], "0"),
-            confidence=0.85,
-        )
+        count, names = named_fact(history, "frozen_untrained")
+        layers = history.facts["frozen_untrained"]["layers"] if count else 0
+        if count > self.share * layers:
+            yield self.finding(
+                "info" if history.loss_fall > 0.5 else "warning",
+                0,
+                f"{count} of {layers} frozen layers have uniformly distributed weights, as torch initialises them and "
+                f"no training leaves them: {names}. They were probably never loaded.",
+                "Print what load_state_dict returns: with strict=False, keys with another prefix load nothing.",
+                Evidence("facts/frozen_untrained", count, self.share * layers, "0"),
+                confidence=0.85,
+            )
 
 
 @DetectorRegistry.register
@@ -185,15 +181,13 @@ class DecayedVectors(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a remark if vectors are decayed."""
-        decayed = history.facts.get("decayed_vectors", {})
-        if not decayed.get("count"):
-            return
-        yield self.finding(
-            "info",
-            0,
-            f"Weight decay also acts on {counted(decayed['count'], 'bias or norm gain', 'biases and norm gains')} "
-            f"({names_text(decayed)}).",
-            "Put parameters with one dimension into a group with weight_decay=0 if your recipe excludes them.",
-            Evidence("facts/decayed_vectors", decayed["count"]),
-            confidence=0.99,
-        )
+        count, names = named_fact(history, "decayed_vectors")
+        if count:
+            yield self.finding(
+                "info",
+                0,
+                f"Weight decay also acts on {counted(count, 'bias or norm gain', 'biases and norm gains')} ({names}).",
+                "Put parameters with one dimension into a group with weight_decay=0 if your recipe excludes them.",
+                Evidence("facts/decayed_vectors", count),
+                confidence=0.99,
+            )
