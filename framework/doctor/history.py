@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..hooks import Alert, Recovery, Series, as_float
-from .recent_losses import RecentLosses
+from .recent_losses import NUMBERS, RecentLosses
 
 MOST_POINTS = 4096
 """Points of a metric in memory; above this number every second one is dropped."""
 MOST_METRICS = 4096
 MOST_ALERTS = 2000
-NUMBERS = (int, float, bool)
 Floats = NDArray[np.float64]
 
 

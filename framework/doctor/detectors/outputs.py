@@ -71,15 +71,10 @@ class OutputsIgnoreInputs(Detector):
             f"The outputs are the same for all rows: they vary by {variation:.1g} of what the targets vary, and their "
             f"loss of {loss:.3g} is no better than that of a constant, {constant:.3g}.",
             remedy,
-            Evidence(curve_name("output_variation"), variation, limit, "above 0.1"),
-            Evidence(curve_name("term_loss"), loss, self.share * constant, f"far below {constant:.3g}"),
+            Evidence(f"{CHECKS}/output_variation", variation, limit, "above 0.1"),
+            Evidence(f"{CHECKS}/term_loss", loss, self.share * constant, f"far below {constant:.3g}"),
             confidence=0.8,
         )
-
-
-def curve_name(metric: str) -> str:
-    """Return the full name of a metric of ``training_checks``."""
-    return f"{CHECKS}/{metric}"
 
 
 @DetectorRegistry.register
@@ -137,7 +132,7 @@ class ScoreContradictsLoss(Detector):
                 f"{name} is 0 in all {len(values)} evaluations, although the loss falls to "
                 f"{history.loss.end_level():.3g}: the model may predict only the most frequent class."
             )
-        best, held_out = float(values.max()), self._held_out(history)
+        best, held_out = float(values.max()), validation_loss(history)[1].last
         if len(values) < self.evaluations or not 0 <= values.min() <= best < self.low:
             return ""
         shown = f"{name} is at most {best:.3g} in all {len(values)} evaluations, although the loss"
@@ -152,7 +147,3 @@ class ScoreContradictsLoss(Detector):
             return ""
         of_both = f"s of training and evaluation are {trained:.2g} and {held_out:.2g}"
         return f"{shown}{of_both if math.isfinite(held_out) else f' has fallen to {trained:.2g}'}."
-
-    def _held_out(self, history: History) -> float:
-        """Return the newest validation loss; NaN without one."""
-        return validation_loss(history)[1].last
