@@ -35,7 +35,7 @@ def start_facts(model: nn.Module, optimizers: Sequence[Optimizer], others: Itera
         optimizers: all optimizers of the training.
         others: modules outside of the model that the optimizers may train, too.
     """
-    parameters = {name: item for name, item in model.named_parameters() if not is_uninitialised(item)}
+    parameters = dict(model.named_parameters())
     trainable = {name: item for name, item in parameters.items() if item.requires_grad}
     return {
         "model": type(model).__qualname__,
@@ -74,11 +74,9 @@ def _frozen_modules(model: nn.Module) -> dict[str, float]:
     """Return the share of frozen elements of each child of the model that has any."""
     shares = {}
     for name, child in model.named_children():
-        sizes = [(item.numel(), item.requires_grad) for item in child.parameters() if not is_uninitialised(item)]
-        total = sum(size for size, _ in sizes)
-        frozen = sum(size for size, is_trained in sizes if not is_trained)
+        frozen = sum(item.numel() for item in child.parameters() if not item.requires_grad)
         if frozen:
-            shares[name] = frozen / total
+            shares[name] = frozen / sum(item.numel() for item in child.parameters())
     return dict(list(shares.items())[: 2 * MOST_NAMES])
 
 
@@ -162,7 +160,7 @@ def _placeholders(model: nn.Module) -> set[int]:
     """
     placeholders: set[int] = set()
     for module in model.modules():
-        own = [item for item in module.parameters(recurse=False) if not is_uninitialised(item)]
+        own = [*module.parameters(recurse=False)]
         is_frozen = sum(item.ndim > 1 for item in own) > 1 and not any(item.requires_grad for item in own)
         if is_frozen and all(map(_is_zero, own)):
             placeholders |= {*map(id, own)}
@@ -185,7 +183,7 @@ def _unregistered(model: nn.Module, optimizers: Sequence[Optimizer], others: Ite
             if unknown:
                 sizes[f"{prefix}.{attribute}".removeprefix(".")] = sum(unknown.values())
     elements = sum(sizes.values())
-    registered = sum(item.numel() for item in model.parameters() if not is_uninitialised(item))
+    registered = sum(item.numel() for item in model.parameters())
     share = elements / max(elements + registered, 1)
     return _names(sizes) | {"elements": elements, "share": share}
 
