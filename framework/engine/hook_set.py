@@ -97,8 +97,11 @@ class HookSet:
         self.profiler.caller = hook.name
         if self._offload is not None:
             function = partial(self._offload.call, hook, function)
-        call = _call_of(hook, where, step)
-        run_hook = partial(self._run_in_gate, call, function, intervention)
+        call = _call_type(type(hook))(hook.name, where, step)
+        if intervention is None and self._taps.is_idle:
+            run_hook = partial(self.isolation.observe, call, function)
+        else:
+            run_hook = partial(self._run_in_gate, call, function, intervention)
         if self.profiler.enabled:
             state_of = partial(self._run_in_gate, Call(hook.name, "state_dict", step), hook.state_dict)
             run_hook = partial(self.profiler.call, hook.name, run_hook, state_of)
@@ -153,13 +156,13 @@ class HookSet:
         """Query a hook's metadata or state, isolated but neither profiled nor offloaded."""
         step = self._state.loop.step
         with self.isolation.visit():
-            call = _call_of(hook, where, step)
+            call = _call_type(type(hook))(hook.name, where, step)
             return self._call_safely(hook, where, step, partial(self._run_in_gate, call, function))
 
     def call_tap(self, hook: TrainingHook, target: str, function: Callable[[], Result]) -> Result | None:
         """Call the function of a tap during a pass of the run: checked for mutations, but never rolled back."""
         where, step = f"tap on {target!r}", self._state.loop.step
-        call = _call_of(hook, where, step)
+        call = _call_type(type(hook))(hook.name, where, step)
         if self._offload is not None:
             function = partial(self._offload.call, hook, function)
 
@@ -175,7 +178,7 @@ class HookSet:
 
     def run_rolled_back(self, hook: InterventionHook, where: str, function: Callable[[], Result]) -> Result:
         """Run the function of an intervention that is not one of the run's hooks; its errors are raised."""
-        call = _call_of(hook, where, self._state.loop.step)
+        call = _call_type(type(hook))(hook.name, where, self._state.loop.step)
         return self._run_in_gate(call, function, hook)
 
     @property
@@ -218,8 +221,6 @@ class HookSet:
     def _run_in_gate(
         self, call: Call, function: Callable[[], Result], intervention: InterventionHook | None = None
     ) -> Result:
-        if intervention is None and self._taps.is_idle:
-            return self.isolation.observe(call, function)
         with self._taps.disabled():
             if intervention is None:
                 return self.isolation.observe(call, function)
@@ -427,14 +428,10 @@ class HookSet:
             self.tables[hook.name] = table
 
 
-def _call_of(hook: TrainingHook, where: str, step: int) -> Call:
-    """Return the call of a hook's method."""
-    kind = type(hook)
-    return Call(hook.name, where, step, "Hook", is_shipped(kind), _may_draw(kind))
-
-
 @cache
-def _may_draw(kind: type[TrainingHook]) -> bool:
-    """Return whether hooks of a class may draw: not those of loopscope that only read what the loop has computed."""
+def _call_type(kind: type[TrainingHook]) -> Callable[[str, str, int], Call]:
+    """Return the function that creates the calls of the hooks of a class, from their name, place and step."""
     needs = ("needs_loss", "needs_loader", "mutates")
-    return not is_shipped(kind) or any(getattr(kind, need, False) for need in needs)
+    # Hooks of loopscope that only read what the loop has computed draw nothing.
+    draws = not is_shipped(kind) or any(getattr(kind, need, False) for need in needs)
+    return partial(Call, kind="Hook", is_shipped=is_shipped(kind), draws=draws)
