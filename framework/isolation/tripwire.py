@@ -8,10 +8,10 @@ and after every call.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial, wraps
+from functools import partial
 from itertools import chain, islice
 from operator import attrgetter, call
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,41 +27,9 @@ from .watch_list import WatchList, contents_of_batch, same_values, step_tensors
 # map() with attrgetter is the fastest reader: 9 µs for 150 tensors, and as long again for their pointers.
 _version = attrgetter("_version")
 
-
 Sweep = tuple[Any, ...]
-Checker = TypeVar("Checker", bound=type)
 
 
-def unaffected_by_warnings(*methods: str) -> Callable[[Checker], Checker]:
-    """Return a class decorator for methods that read the state and raise :class:`StateMutationError` for a change.
-
-    If a warning filter turns a library's warning into an error, the method is called again with warnings ignored.
-    Ignoring them from the start would cost each call 2 µs.
-    """
-
-    def decorate(checker: Checker) -> Checker:
-        for name in methods:
-            setattr(checker, name, _unaffected(getattr(checker, name)))
-        return checker
-
-    return decorate
-
-
-def _unaffected(method: Callable[..., None]) -> Callable[..., None]:
-    @wraps(method)
-    def check(*args: Any, **kwargs: Any) -> None:
-        try:
-            method(*args, **kwargs)
-        except (Warning, StateMutationError) as error:
-            if not isinstance(error, Warning) and not isinstance(error.__cause__, Warning):
-                raise
-            with library_warnings_ignored():
-                method(*args, **kwargs)
-
-    return check
-
-
-@unaffected_by_warnings("take_baseline", "record_bytes", "check_bytes", "check_quickly", "check_rest")
 class Tripwire:
     """Sweeps the training state; each successful check becomes the baseline of the next.
 
@@ -86,16 +54,26 @@ class Tripwire:
         self.rewritten = False
         """Whether the last check found writes that left all bytes unchanged."""
 
-    def take_baseline(self) -> None:
+    # Ignoring warnings costs 2 µs, so the three methods of every visit do so only in a second call, if a filter has
+    # turned a library's warning into an error in the first; other methods ignore warnings from the start.
+
+    def take_baseline(self, *, is_second: bool = False) -> None:
         """Take the baseline of a visit."""
-        if not self.watch.has_equal_keys():
-            self.watch = WatchList(self._state, self._parts)
-        self._quick, tensors = self._sweep()
-        self._rest = self._sweep_rest(tensors)
-        if not self.watch.is_current(self._quick[0], self._quick[1], self._rest[0]):
-            self.watch = WatchList(self._state, self._parts)
+        try:
+            if not self.watch.has_equal_keys():
+                self.watch = WatchList(self._state, self._parts)
             self._quick, tensors = self._sweep()
             self._rest = self._sweep_rest(tensors)
+            if not self.watch.is_current(self._quick[0], self._quick[1], self._rest[0]):
+                self.watch = WatchList(self._state, self._parts)
+                self._quick, tensors = self._sweep()
+                self._rest = self._sweep_rest(tensors)
+        except Warning:
+            if is_second:
+                raise
+            with library_warnings_ignored():
+                self.take_baseline(is_second=True)
+            return
         self._attribute_addresses = self.watch.attribute_addresses
         self._bytes = NO_BYTES
 
@@ -105,7 +83,9 @@ class Tripwire:
         A write that leaves the bytes equal is allowed: ``clip_grad_norm_`` with an infinite limit, used to measure a
         norm, multiplies by 1.
         """
-        if not self._bytes:
+        if self._bytes:
+            return
+        with library_warnings_ignored():
             modules = self._state.modules
             on_attributes = self.watch.tensors_of(self.watch.read_attributes())
             tensors = (*modules.parameters(), *modules.buffers(), *self._sweep()[1], *on_attributes)
@@ -119,12 +99,13 @@ class Tripwire:
         if not self._bytes:
             return
         try:
-            changes = self._named([tensor for tensor in self._bytes.changed() if not is_shared_memory(tensor)])
-            now = self._state.flags.read_slow()
-            changes += [name for name, value in self._settings.items() if now[name] != value]
-            # Also tables that were replaced where there were none: reading all of them takes longer than a sweep.
-            hooks = hook_contents(self._state)
-            changes += [name for name in {**self._hooks, **hooks} if self._hooks.get(name) != hooks.get(name)]
+            with library_warnings_ignored():
+                changes = self._named([tensor for tensor in self._bytes.changed() if not is_shared_memory(tensor)])
+                now = self._state.flags.read_slow()
+                changes += [name for name, value in self._settings.items() if now[name] != value]
+                # Also tables that were replaced where there were none: reading all of them takes longer than a sweep.
+                hooks = hook_contents(self._state)
+                changes += [name for name in {**self._hooks, **hooks} if self._hooks.get(name) != hooks.get(name)]
         except Exception as error:
             raise unreadable_state(culprit, error) from error
         if changes:
@@ -139,7 +120,7 @@ class Tripwire:
         written = [tensor for tensor, old, new in triples if old != new]
         return not self._bytes.changed(written)
 
-    def check_quickly(self, culprit: object) -> None:
+    def check_quickly(self, culprit: object, *, is_second: bool = False) -> None:
         """Make a quick sweep; raise :class:`StateMutationError`, which names ``culprit`` and the changes."""
         try:
             quick, self._swept = self._sweep()
@@ -156,12 +137,13 @@ class Tripwire:
             self.rewritten = self._holds_equal_bytes(quick)
             changes = [] if self.rewritten else self._changes(quick) or ["the set of tensors"]
         except Exception as error:
-            raise unreadable_state(culprit, error) from error
+            _check_again(self.check_quickly, culprit, error, is_second=is_second)
+            return
         if changes:
             raise mutation_error(culprit, changes)
         self._quick = quick
 
-    def check_rest(self, culprit: object) -> None:
+    def check_rest(self, culprit: object, *, is_second: bool = False) -> None:
         """Extend the latest quick sweep to a complete one; raise :class:`StateMutationError` for changes."""
         try:
             rest, previous = self._sweep_rest(self._swept), self._rest
@@ -172,7 +154,8 @@ class Tripwire:
                 is_same = False
             changes = [] if is_same and not any(self.watch.empty_views) else self._changes_of_rest(rest)
         except Exception as error:
-            raise unreadable_state(culprit, error) from error
+            _check_again(self.check_rest, culprit, error, is_second=is_second)
+            return
         if changes:
             raise mutation_error(culprit, changes)
         self._rest, self._attribute_addresses = rest, self.watch.attribute_addresses
@@ -319,6 +302,14 @@ def _owned_storages(tensors: Iterable[Tensor]) -> dict[int, bool]:
     }
 
 
+def _check_again(check: Callable[..., None], culprit: object, error: Exception, *, is_second: bool) -> None:
+    """Repeat a check without warnings if one has ended it; raise :class:`StateMutationError` for another error."""
+    if is_second or not isinstance(error, Warning):
+        raise unreadable_state(culprit, error) from error
+    with library_warnings_ignored():
+        check(culprit, is_second=True)
+
+
 def unreadable_state(culprit: object, error: Exception) -> StateMutationError:
     """Return the error for an unreadable state, which is treated as modified."""
     return mutation_error(culprit, [f"it can no longer be read ({type(error).__name__}: {error})"])
@@ -359,7 +350,6 @@ def mutation_error(culprit: object, changes: list[str]) -> StateMutationError:
     )
 
 
-@unaffected_by_warnings("take_baseline", "check")
 class Audit:
     """Compares digests and the identity of every object of the state; does nothing if disabled."""
 
@@ -374,7 +364,9 @@ class Audit:
 
     def take_baseline(self) -> None:
         """Compute the digests and record the objects to compare with."""
-        if self.enabled:
+        if not self.enabled:
+            return
+        with library_warnings_ignored():
             self._digests = self._read()
             has_gradients = any(part.name == "gradients" for part in self._parts or self._state.parts)
             parameters = self._state.modules.parameters() if has_gradients else ()
@@ -385,7 +377,8 @@ class Audit:
         """Raise :class:`StateMutationError`, which names ``culprit`` and the differences, if the state changed."""
         if self.enabled:
             try:
-                changes = self._digests.differing(self._read()) or self._replaced_objects()
+                with library_warnings_ignored():
+                    changes = self._digests.differing(self._read()) or self._replaced_objects()
             except Exception as error:
                 raise unreadable_state(culprit, error) from error
             if changes:
