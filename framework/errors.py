@@ -92,7 +92,7 @@ def user_code_lines(error: BaseException) -> str:
     frames = walk_tb(error.__traceback__)
     user = [pair for pair in frames if str(pair[0].f_globals.get("__name__")).split(".")[0] not in _LIBRARY_MODULES]
     own_files = [pair for pair in user if _SITE_PACKAGES not in pair[0].f_code.co_filename] or user
-    lines = [_describe_frame(frame, number) for frame, number in own_files] or [*_worker_lines(text_of(error))]
+    lines = [_describe_frame(frame, number) for frame, number in own_files] or [*_worker_lines(str(error))]
     if len(lines) > MOST_LINES:
         half = MOST_LINES // 2
         lines[half:-half] = [f"{len(lines) - MOST_LINES:,} more lines"]
@@ -133,18 +133,10 @@ def _short_path(path: str) -> str:
 
 def describe_error(error: BaseException) -> str:
     """Return an error's type and text in one line; of a long text the beginning and the end."""
-    text = " ".join(text_of(error).split())
+    text = " ".join(str(error).split())
     if len(text) > LONGEST_TEXT and not isinstance(error, LoopscopeError):
         text = f"{text[: LONGEST_TEXT // 2]} ... {text[-LONGEST_TEXT // 2 :]}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def text_of(error: BaseException) -> str:
-    """Return the text of an error, even if its ``__str__`` raises."""
-    try:
-        return str(error)
-    except Exception:
-        return "(its text cannot be read)"
 
 
 def with_lines(error: BaseException, place: str = "") -> str:
@@ -165,15 +157,7 @@ def this_command(*words: str) -> str:
         start = ["loopscope"]
     elif module is None and os.path.basename(program) == "loopscope":
         start = [program]
-    return " ".join(_shell_word(word.removesuffix(".__main__")) for word in (*start, *words))
-
-
-def _shell_word(text: str) -> str:
-    """Return a text as one shell word; characters that output would change, such as double spaces, become octal."""
-    if text.isprintable() and text == " ".join(text.split()):
-        return shlex.quote(text)
-    octal = re.sub(rb"[^\w/.-]", lambda match: b"\\%03o" % ord(match[0]), os.fsencode(text)).decode()
-    return f"\"$(printf '{octal}')\""
+    return " ".join(shlex.quote(word.removesuffix(".__main__")) for word in (*start, *words))
 
 
 def require(condition: bool, sentence: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from traceback import extract_tb, walk_tb
 from typing import Any
 
-from ..errors import StateMutationError, nearest, source_location, text_of
+from ..errors import StateMutationError, nearest, source_location
 from ..hooks import SET_AT, HookPoint, InterventionHook, ModelDataContext, RunDataContext, RunInfo, TrainingHook
 
 NO_GRADIENTS = "Hooks run without gradients: call ctx.compute_batch_gradients(batch), or enter torch.enable_grad()."
@@ -49,9 +49,9 @@ def advice_on_error(hook: TrainingHook, error: BaseException) -> str:
     """Return advice about an error of a hook, or an empty text if the error suffices."""
     if isinstance(error, AttributeError) and isinstance(error.obj, (RunDataContext, ModelDataContext, RunInfo)):
         return nearest(str(error.name), [name for name in dir(error.obj) if not name.startswith("_")]).strip()
-    if isinstance(error, RuntimeError) and "does not require grad" in text_of(error):
+    if isinstance(error, RuntimeError) and "does not require grad" in str(error):
         return NO_GRADIENTS
-    if isinstance(error, KeyError) or "NoneType" in text_of(error):
+    if isinstance(error, KeyError) or "NoneType" in str(error):
         return " ".join(dict.fromkeys(_advice_on_unset_fields(hook, error)))
     return ""
 

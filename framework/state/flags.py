@@ -16,7 +16,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils import _device as default_device
 from torch.utils import _python_dispatch
 
-from ..errors import LoopscopeError, text_of
+from ..errors import LoopscopeError
 from ..option_words import option_text
 from .accelerators import UNSUPPORTED, devices_in_use
 from .objects import Transient
@@ -530,7 +530,7 @@ def deterministic(*, on: bool) -> Iterator[None]:
 
 def explain_nondeterminism(error: BaseException) -> BaseException:
     """Return an error with advice if torch rejected an operation in deterministic mode, otherwise ``error``."""
-    operation, refused, _ = text_of(error).partition(MISSING)
+    operation, refused, _ = str(error).partition(MISSING)
     if not refused or not isinstance(error, RuntimeError):
         return error
     return NotDeterministicError(
