@@ -105,8 +105,7 @@ def diagnosis_lines(diagnosis: Diagnosis, width: int = 100, most: int | None = N
 
 def finding_lines(finding: Finding, width: int = 100) -> Iterator[str]:
     """Yield the lines of a finding: its severity, id and step, why, next, and the measured values."""
-    when = f"from step {finding.step:,}" if finding.step else "before the first step"
-    yield f"{finding.severity}: {finding.id}, {when} (confidence {finding.confidence:.0%})"
+    yield f"{finding.severity}: {finding.id}, {finding.when} (confidence {finding.confidence:.0%})"
     rows = [("why", finding.why), ("next", finding.next), ("measured", evidence_text(finding.evidence))]
     rows += [("tested", item.sentence) for item in finding.tests]
     for label, text in rows:
@@ -128,8 +127,7 @@ def brief_lines(diagnosis: Diagnosis, width: int | None = None, most: int = MOST
     findings = diagnosis.at_least("warning")
     lines = []
     for finding in findings[:most]:
-        when = f"from step {finding.step:,}" if finding.step else "before the first step"
-        lines += [f"{finding.severity}: {finding.id}, {when}: {finding.why}", f"{INDENT}next: {finding.next}"]
+        lines += [f"{finding.severity}: {finding.id}, {finding.when}: {finding.why}", f"{INDENT}next: {finding.next}"]
     if left := len(findings) - len(findings[:most]):
         lines.append(f"{INDENT}{left} more with loopscope doctor.")
     return lines if width is None else [part for line in lines for part in wrapped(line, width)]

@@ -64,6 +64,11 @@ class Finding:
     tests: Sequence[ChangeTest] = ()
     waits: bool = field(default=False, compare=False)
 
+    @property
+    def when(self) -> str:
+        """From when on the problem is visible, in words."""
+        return f"from step {self.step:,}" if self.step else "before the first step"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the finding as plain values, as in the JSON of a diagnosis."""
         content: dict[str, Any] = {

@@ -8,7 +8,7 @@ from ..errors import counted
 from .diagnosis_section import badge
 from .run_reader import ShownRun
 from .run_styles import RunStyle
-from .tables import scrolled, text, titled
+from .tables import grid, text, titled
 
 LONGEST_SENTENCE = 300
 MOST_GROUPS, MOST_PHASES = 200, 100
@@ -28,11 +28,9 @@ def alert_section(runs: Sequence[ShownRun], styles: Sequence[RunStyle]) -> str:
     rows.sort(key=lambda row: (-SEVERITIES.index(row[2][0]["severity"]), row[2][0]["step"]))
     heading = ("severity", "alert", "run", "first step", "last step", "count", "first sentence")
     lines = [_alert_line(shown, style, group) for shown, style, group in rows[:MOST_GROUPS]]
-    head = "".join(f'<th scope="col">{name}</th>' for name in heading)
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
     count = sum(len(group) for *_, group in rows)
     title = f"{counted(count, 'alert')} of {counted(len(rows), 'kind')}"
-    return _section("alerts", title, f"<p>{ABOUT_ALERTS}</p>{scrolled('Alerts', table)}")
+    return _section("alerts", title, f"<p>{ABOUT_ALERTS}</p>{grid('Alerts', heading, lines)}")
 
 
 def _groups(shown: ShownRun) -> list[list[Mapping[str, Any]]]:
@@ -70,9 +68,8 @@ def phase_section(runs: Sequence[ShownRun], styles: Sequence[RunStyle], infos: M
         return ""
     names = dict.fromkeys(name for shown in runs for name in shown.points if is_phase(name))
     meanings = "".join(_meaning(name, infos[name]) for name in names if name in infos)
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("run", "metric", "phase", "first step"))
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows[:MOST_PHASES])}</tbody></table>"
-    return _section("phases", "Phases", f"<p>{ABOUT_PHASES}</p>{meanings}{scrolled('Phases', table)}")
+    table = grid("Phases", ("run", "metric", "phase", "first step"), rows[:MOST_PHASES])
+    return _section("phases", "Phases", f"<p>{ABOUT_PHASES}</p>{meanings}{table}")
 
 
 def is_phase(name: str) -> bool:

@@ -150,9 +150,8 @@ def _list(
 def _finding(group: FindingGroup, where: str, *, is_open: bool, has_chart: bool) -> str:
     """Return a finding: severity, name, first step and confidence; its runs, why, next, and the measured values."""
     number, finding = group.number, group.finding
-    when = f"from step {finding.step:,}" if finding.step else "before the first step"
     name = _name(finding)
-    about = f"{when} · {finding.confidence:.0%} certain" if is_open else when
+    about = f"{finding.when} · {finding.confidence:.0%} certain" if is_open else finding.when
     head = (
         f'<span class="number">{number}</span><h4>{text(name[:1].upper() + name[1:])}</h4>'
         f'{badge(finding.severity, finding.severity)}<span class="about">{about}</span>'

@@ -11,7 +11,7 @@ from .comparison import differing_parts
 from .relevance import LOSSES, direction_of, validation_numbers
 from .run_reader import ShownRun
 from .run_styles import RunStyle
-from .tables import scrolled, text, titled
+from .tables import grid, text, titled
 
 TRAINING_LOSS = "training loss"
 MOST_NUMBERS, MOST_SETTINGS, LONGEST_SETTING = 4, 4, 24
@@ -48,11 +48,9 @@ def result_table(runs: Sequence[ShownRun], styles: Sequence[RunStyle]) -> str:
         for row in shown_settings:
             cells.append(_cell(text(row["values"].get(shown.label), LONGEST_SETTING)))
         rows.append(f"<tr>{''.join(cells)}</tr>")
-    head = "".join(f'<th scope="col">{text(name)}</th>' for name in heading)
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     left = len(differing) - len(shown_settings)
     more = f'<p class="note">{left:,} more settings differ; see below.</p>' if left > 0 else ""
-    return scrolled("Results", table) + more
+    return grid("Results", heading, rows) + more
 
 
 def _number_names(runs: Sequence[ShownRun]) -> dict[str, str]:

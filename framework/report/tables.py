@@ -37,8 +37,7 @@ def table(
     if not rows:
         return ""
     lines = [f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows[:most]]
-    head = "".join(f'<th scope="col">{text(cell)}</th>' for cell in heading)
-    body = scrolled(title, f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>")
+    body = grid(title, heading, lines)
     more = f"<p>The first {len(lines):,} of {len(rows):,} rows.</p>" if len(lines) < len(rows) else ""
     name = f"<h{level}>{text(title)}</h{level}>"
     if folded:
@@ -46,8 +45,10 @@ def table(
     return f"<section>{name}{more}{body}</section>"
 
 
-def scrolled(name: str, content: str) -> str:
-    """Return content that scrolls within the page, also by keyboard."""
+def grid(name: str, heading: Sequence[str], lines: Sequence[str]) -> str:
+    """Return an HTML table of lines of HTML, which scrolls within the page, also by keyboard."""
+    head = "".join(f'<th scope="col">{text(cell)}</th>' for cell in heading)
+    content = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
     return f'<div class="wide" role="region" aria-label="{text(name)}" tabindex="0">{content}</div>'
 
 
