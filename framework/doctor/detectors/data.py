@@ -198,13 +198,9 @@ class InputsNotNormalised(Detector):
         outputs = [curve.first for curve in history.family("activations/rms").values()]
         if outputs and not is_small and max(outputs) < self.kept * max(abs(mean.first), deviation.first):
             return  # the model normalises them itself
-        metric, value, limit = (
-            ("input_std", deviation.first, self.deviation)
-            if is_large
-            else ("input_mean", mean.first, self.offset * deviation.first)
-            if is_offset
-            else ("input_std", deviation.first, self.small)
-        )
+        metric, value, limit = "input_std", deviation.first, self.deviation if is_large else self.small
+        if is_offset and not is_large:
+            metric, value, limit = "input_mean", mean.first, self.offset * deviation.first
         yield self.finding(
             "warning",
             1,
@@ -436,17 +432,13 @@ class TargetsIgnored(Detector):
         is_one_token = len(classes) > 2 and share > 0.1 and float(np.max(classes.values)) == 1
         if not (share > self.share or is_one_token):
             return
-        problem = (
-            "the others are all the same, such as padding or a mask"
-            if is_one_token
-            else "so that hardly any target is trained"
-        )
+        problem = "so that hardly any target is trained"
+        if is_one_token:
+            problem = "and the others are all the same, such as padding or a mask"
         yield self.finding(
             "critical" if share == 1 else "warning",
             1,
-            f"{share:.1%} of the labels are ignored by the loss (-100), and {problem}."
-            if is_one_token
-            else f"{share:.1%} of the labels are ignored by the loss (-100), {problem}.",
+            f"{share:.1%} of the labels are ignored by the loss (-100), {problem}.",
             "Print a row of labels: those of tokens to predict must not be -100, those of padding must be. Copy the "
             "labels (input_ids.clone()) before masks are written into the inputs.",
             Evidence(f"{CHECKS}/ignored_target_fraction", share, self.share, "0 to 0.95"),

@@ -211,17 +211,11 @@ class TargetsShiftedWrongly(Detector):
         is_causal = history.last(f"{CHECKS}/look_ahead_fraction") < 1
         if not len(shifts) or np.ptp(shifts.values) > 0 or shifts.last == 1 or not is_causal:
             return
-        problem, remedy = (
-            (
-                "the inputs themselves, so that the model only learns to copy",
-                "Compare logits[:, :-1] with tokens[:, 1:].",
-            )
-            if shifts.last == 0
-            else (
-                "shifted by two positions, so that the model learns to skip a token",
-                "Shift them once: models of transformers shift labels themselves, so pass labels=input_ids.",
-            )
-        )
+        problem = "shifted by two positions, so that the model learns to skip a token"
+        remedy = "Shift them once: models of transformers shift labels themselves, so pass labels=input_ids."
+        if shifts.last == 0:
+            problem = "the inputs themselves, so that the model only learns to copy"
+            remedy = "Compare logits[:, :-1] with tokens[:, 1:]."
         yield self.finding(
             "critical",
             shifts.first_step,
