@@ -11,7 +11,7 @@ def by_symptom() -> dict[str, list[Detector]]:
     found: dict[str, list[Detector]] = {}
     for detector in all_detectors():
         if type(detector).__module__.startswith("loopscope.doctor."):
-            found.setdefault(detector.symptom, []).append(detector)
+            found.setdefault(paragraphs(detector)["Symptom"], []).append(detector)
     return dict(sorted(found.items()))
 
 
@@ -25,28 +25,31 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def paragraphs(detector: Detector) -> tuple[str, dict[str, str]]:
-    """Return the paragraph of a detector's docstring about causes, and the texts of those that start with a label."""
-    _, cause, *others = (" ".join(part.split()) for part in (inspect.getdoc(type(detector)) or "").split("\n\n"))
-    labelled = (part.partition(": ") for part in others)
-    return cause, {label.lower(): text for label, _, text in labelled}
+def paragraphs(detector: Detector) -> dict[str, str]:
+    """Return the paragraphs of a detector's docstring after the first by label; ``Cause`` is the one without."""
+    texts = {"Applies to": "every optimizer, at any step"}
+    for paragraph in (inspect.getdoc(type(detector)) or "").split("\n\n")[1:]:
+        label, _, text = " ".join(paragraph.split()).partition(": ")
+        has_label = label in ("Symptom", "Applies to", "Source")
+        texts |= {label: text} if has_label else {"Cause": " ".join(paragraph.split())}
+    return texts
 
 
 def _section(detector: Detector) -> Iterator[str]:
-    cause, texts = paragraphs(detector)
+    texts = paragraphs(detector)
     yield f"### `{detector.name}`"
     yield ""
-    yield cause
+    yield texts["Cause"]
     yield ""
     yield "| | |"
     yield "|---|---|"
-    yield f"| applies to | {texts.get('applies to', 'every optimizer, at any step')} |"
+    yield f"| applies to | {texts['Applies to']} |"
     for name, limit in detector.thresholds().items():
         yield f"| limit `{name}` | {_limit(limit)} |"
     if detector.needs:
         yield f"| needs | {', '.join(f'[`{hook}`](hooks/{hook}.md)' for hook in detector.needs)} |"
-    if "source" in texts:
-        yield f"| source | {texts['source']} |"
+    if "Source" in texts:
+        yield f"| source | {texts['Source']} |"
 
 
 def _limit(threshold: Threshold) -> str:

@@ -36,15 +36,14 @@ class Detector(ABC):
     A detector draws no random numbers and changes nothing: the same history gives the same findings, while the run is
     in progress and afterwards. It returns no finding if the record lacks what it needs.
 
-    Its docstring is the text of the page about troubleshooting: what the detector finds, the causes and the remedy in
-    one to three sentences, and two optional paragraphs. ``Applies to:`` names the optimizers and the phase of the
-    training, and ``Source:`` the paper, documentation or measurement behind the rule.
+    The docstring of a shipped detector is its text on the page about troubleshooting: what it finds, after ``Symptom:``
+    what a user sees, the causes and the remedy in one to three sentences, and two optional paragraphs. ``Applies to:``
+    names the optimizers and the phase of the training, and ``Source:`` the paper, documentation or measurement behind
+    the rule.
     """
 
     name: ClassVar[str]
     """Id of the findings: words joined by hyphens."""
-    symptom: ClassVar[str]
-    """What a user sees, as a heading of that page."""
     needs: ClassVar[tuple[str, ...]] = (CHECKS,)
     """Names of the hooks whose metrics the detector reads; empty for start-up facts."""
     stage: ClassVar[Stage] = ""
@@ -78,9 +77,8 @@ def check_detector(detector: type[Any]) -> None:
     """Raise :class:`UsageError` for a class that is not a complete detector."""
     if not (isinstance(detector, type) and issubclass(detector, Detector)):
         raise UsageError(f"{detector!r} is not a detector; derive a class from loopscope.doctor.Detector.")
-    missing = [name for name in ("name", "symptom") if not isinstance(getattr(detector, name, None), str)]
-    if missing:
-        raise UsageError(f"Detector {detector.__name__} has no {missing[0]}; set it to a text in the class.")
+    if not isinstance(getattr(detector, "name", None), str):
+        raise UsageError(f"Detector {detector.__name__} has no name; set it to a text in the class.")
     if detector.stage not in (stages := get_args(Stage)):
         choices = listed([repr(stage) for stage in stages], len(stages))
         raise UsageError(f"Detector {detector.__name__} has the stage {detector.stage!r}; choose one of {choices}.")

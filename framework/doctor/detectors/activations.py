@@ -18,6 +18,8 @@ from .gradients import are_experts, never_trained
 class DeadUnits(Detector):
     """Finds layers most of whose units are the same for every row, or get no gradient.
 
+    Symptom: A layer gives the same output for all inputs
+
     Most units of a layer are 0 (ReLU) or saturated (sigmoid, tanh) for all rows and get no gradient. Usual causes
     are a learning rate that is or was too high, a large negative bias, and inputs that are not normalised.
 
@@ -26,7 +28,6 @@ class DeadUnits(Detector):
 
     name = "dead-units"
     stage = "activations"
-    symptom = "A layer gives the same output for all inputs"
     share = Threshold(0.5, "of the units; small batches let up to a third of ReLU units look dead")
     checks = Threshold(2, "one batch may not activate a unit")
     harmful = Threshold(0.75, "smaller shares are a remark if the loss has fallen by 80 %: the remaining units learn")
@@ -80,6 +81,8 @@ def _loses_gradients(history: History) -> bool:
 class ActivationsGrow(Detector):
     """Finds outputs of blocks that grow without end.
 
+    Symptom: Activations grow until they overflow
+
     The outputs of blocks grow over the training by orders of magnitude. Normalise before each block, lower the
     learning rate, or add weight decay.
 
@@ -88,7 +91,6 @@ class ActivationsGrow(Detector):
 
     name = "activations-grow"
     stage = "activations"
-    symptom = "Activations grow until they overflow"
     growth = Threshold(100.0, "over the first value; residual streams grow by a factor of 10")
     needs = ("activations",)
     yields_to_learning = True
@@ -121,6 +123,8 @@ class ActivationsGrow(Detector):
 class MassiveActivations(Rule):
     """Reports single activations that are far larger than all others.
 
+    Symptom: A question about low precision
+
     Single activations are above 1,000 times the median. Normal in large language models; 8-bit formats suffer.
 
     Source: Sun et al., arXiv 2402.17762
@@ -128,7 +132,6 @@ class MassiveActivations(Rule):
 
     name = "massive-activations"
     stage = "activations"
-    symptom = "A question about low precision"
     needs = ("activations",)
     read = staticmethod(count)
     metric = "activations/total_massive_count"
@@ -142,6 +145,8 @@ class MassiveActivations(Rule):
 class RouterCollapse(Detector):
     """Finds experts of a mixture to which the router has sent nothing.
 
+    Symptom: A mixture of experts is no better than one expert
+
     The router sends all rows or tokens to a few experts, so that the others get no gradient and never learn. Add a
     load-balancing loss, or noise on the logits of the router, and start with equal logits.
 
@@ -152,7 +157,6 @@ class RouterCollapse(Detector):
 
     name = "router-collapse"
     stage = "activations"
-    symptom = "A mixture of experts is no better than one expert"
     patience = Threshold(100, "steps; many experts and few tokens leave some out for a while")
     checks = Threshold(4, "successive checks without a gradient, of experts that had one before")
     entropy = Threshold(0.5, "of the entropy of equal loads; trained routers have 0.8 to 1")

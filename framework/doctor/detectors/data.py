@@ -17,6 +17,8 @@ from .losses import TrainValidationDiverging, validation_rises
 class RowsRepeated(Detector):
     """Finds rows that occur several times within a batch or an epoch.
 
+    Symptom: The training loss is far below the validation loss
+
     The training data contain rows several times: a loader that yields the same rows on every worker, data that were
     appended twice, or a sampler with replacement. The model memorises them.
 
@@ -25,7 +27,6 @@ class RowsRepeated(Detector):
 
     name = "rows-repeated"
     stage = "evaluation"
-    symptom = "The training loss is far below the validation loss"
     share = Threshold(0.2, "of the rows; natural data have a few percent")
     waits = True
 
@@ -56,6 +57,8 @@ class RowsRepeated(Detector):
 class SameBatch(Detector):
     """Finds a training that gets the same batch at every step.
 
+    Symptom: The training loss falls to 0 at once, and the validation loss rises
+
     Every step gets the same rows in the same order: a random generator that is seeded again in the function that
     draws the batch, or next(iter(loader)) in every step. Create generator and iterator once, before the loop.
 
@@ -66,7 +69,6 @@ class SameBatch(Detector):
 
     name = "same-batch-at-every-step"
     stage = "set-up"
-    symptom = "The training loss falls to 0 at once, and the validation loss rises"
     batches = Threshold(9, "equal batches in a row after the first; data of single rows repeat fewer")
     share = Threshold(0.9, "equal batches in a row, as a share of all steps")
 
@@ -92,6 +94,8 @@ class SameBatch(Detector):
 class SortedByClass(Detector):
     """Finds batches that contain a single class each, or far fewer classes than random rows would.
 
+    Symptom: The loss goes up and down with the order of the data
+
     The data are sorted by class and not shuffled, so every batch pulls towards few classes: set shuffle=True.
 
     Applies to: classification with integer targets
@@ -101,7 +105,6 @@ class SortedByClass(Detector):
 
     name = "data-sorted-by-class"
     stage = "set-up"
-    symptom = "The loss goes up and down with the order of the data"
     share = Threshold(0.75, "of the checked batches; shuffled batches of 8 rows have one class rarely")
     top = Threshold(0.9, "of the targets of a batch; of shuffled data always the same class may reach it")
     batches = Threshold(0.25, "of the checked batches that a class dominates, not always the same one")
@@ -165,6 +168,8 @@ class SortedByClass(Detector):
 class InputsNotNormalised(Detector):
     """Finds inputs whose values are far from mean 0 and deviation 1.
 
+    Symptom: The first loss is huge, or training is unstable
+
     The inputs have large values or a large offset, such as pixels from 0 to 255. Subtract the mean and divide by
     the standard deviation of the training set.
 
@@ -175,7 +180,6 @@ class InputsNotNormalised(Detector):
 
     name = "inputs-not-normalised"
     stage = "set-up"
-    symptom = "The first loss is huge, or training is unstable"
     deviation = Threshold(10.0, "standard deviation; normalised inputs have 1, embeddings up to 5")
     offset = Threshold(10.0, "absolute mean in standard deviations")
     kept = Threshold(0.05, "largest activation over the inputs; below it the model normalises them itself")
@@ -216,6 +220,8 @@ class InputsNotNormalised(Detector):
 class InputsDrift(Detector):
     """Finds inputs whose scale leaves the usual range during the training.
 
+    Symptom: The loss falls at first, then validation or training gets worse from epoch to epoch
+
     The inputs are normalised again and again: a transform that works in place (sub_, div_, inplace=True) changes
     the stored data, so that each epoch normalises what the last one has normalised. Normalise a copy.
 
@@ -226,7 +232,6 @@ class InputsDrift(Detector):
 
     name = "inputs-drift"
     stage = "set-up"
-    symptom = "The loss falls at first, then validation or training gets worse from epoch to epoch"
     factor = Threshold(10.0, "last over first standard deviation; those of states that an agent reaches grow less")
     deviation = Threshold(10.0, "see inputs-not-normalised")
     small = Threshold(0.005, "see inputs-not-normalised")
@@ -258,6 +263,8 @@ class InputsDrift(Detector):
 class TargetsExtreme(Detector):
     """Finds targets of a regression that are far outside of all others.
 
+    Symptom: The loss of a regression jumps, or is dominated by a few rows
+
     A few targets are far outside of the range of the others, and the squared error follows them: codes for missing
     values, such as −999, wrong units, or a distribution with a long tail. Remove or mask these rows, or train on
     the logarithm of the targets.
@@ -269,7 +276,6 @@ class TargetsExtreme(Detector):
 
     name = "targets-extreme"
     stage = "set-up"
-    symptom = "The loss of a regression jumps, or is dominated by a few rows"
     distance = Threshold(30.0, "ranges of the middle 80 %; a normal distribution stays below 1.5")
     repeated = Threshold(0.2, "of the checks with the same extreme value, as of a code; counts repeat theirs rarely")
     waits = True
@@ -307,6 +313,8 @@ class TargetsExtreme(Detector):
 class InputsConstant(Detector):
     """Finds inputs that are the same number everywhere.
 
+    Symptom: The loss does not fall, and gradients of the first layer are 0
+
     All inputs are one number: pixels divided as integers, a mask that removes everything, a wrong column, or data
     that were never loaded. Print a few rows.
 
@@ -317,7 +325,6 @@ class InputsConstant(Detector):
 
     name = "inputs-constant"
     stage = "set-up"
-    symptom = "The loss does not fall, and gradients of the first layer are 0"
     fall = Threshold(0.5, "of the first loss; a model that needs no inputs learns more")
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -339,6 +346,8 @@ class InputsConstant(Detector):
 class PaddingInLoss(Rule):
     """Finds padding tokens that count as targets.
 
+    Symptom: The loss falls fast, but generated text is empty
+
     Padding tokens count in the loss, so that the model mostly learns to predict padding. Set the labels of padding
     to -100, the default ignore_index of cross_entropy.
 
@@ -349,7 +358,6 @@ class PaddingInLoss(Rule):
 
     name = "padding-in-loss"
     stage = "evaluation"
-    symptom = "The loss falls fast, but generated text is empty"
     share = Threshold(0.1, "of the targets; natural text does not end with runs of one token")
     read = staticmethod(median)
     metric = f"{CHECKS}/padding_fraction"
@@ -366,6 +374,8 @@ class PaddingInLoss(Rule):
 class ClassIgnored(Detector):
     """Finds a class or a token that the loss leaves out together with the padding.
 
+    Symptom: One class is never predicted, or generated text does not end
+
     The number that marks padding is also a class or a token that occurs, and the loss ignores it everywhere:
     ignore_index equals a class, or pad_token equals eos_token. Give padding a separate number, such as -100.
 
@@ -376,7 +386,6 @@ class ClassIgnored(Detector):
 
     name = "class-never-a-target"
     stage = "evaluation"
-    symptom = "One class is never predicted, or generated text does not end"
     inside = Threshold(0.1, "of the ignored targets; padding is at the ends of rows")
     masked = Threshold(0.8, "of all targets; masked language models ignore more on purpose")
     ends = Threshold(0.5, "of the rows; texts that are cut off have no end")
@@ -412,6 +421,8 @@ class ClassIgnored(Detector):
 class TargetsIgnored(Detector):
     """Finds batches in which nearly all targets are ignored.
 
+    Symptom: The loss is NaN or constant from the start
+
     Nearly all labels are -100, which cross_entropy ignores: the mask of the labels is inverted or too large.
 
     Applies to: integer targets
@@ -421,7 +432,6 @@ class TargetsIgnored(Detector):
 
     name = "targets-ignored"
     stage = "set-up"
-    symptom = "The loss is NaN or constant from the start"
     share = Threshold(0.98, "masked language models ignore 85 %, long prompts up to 95 %")
 
     def detect(self, history: History) -> Iterable[Finding]:

@@ -33,6 +33,8 @@ def are_experts(names: list[str]) -> bool:
 class WithoutGradient(Detector):
     """Finds trainable parameters that the loss does not reach.
 
+    Symptom: Some layers never change
+
     Trainable parameters get no gradient: the loss does not depend on them. Usual causes are detach() or
     torch.no_grad() in the forward pass, a layer that is not called, or an output that is not used.
 
@@ -41,7 +43,6 @@ class WithoutGradient(Detector):
 
     name = "parameters-without-gradient"
     stage = "gradients"
-    symptom = "Some layers never change"
     share_at_once = Threshold(0.3, "so many parameters at step 1 are no unused head and no unrouted expert")
     patience = Threshold(3, "layers with a zero at their output, as in LoRA, get a gradient from step 2 on")
     fall = Threshold(0.05, "of the loss, by which something trains parameters that all seem to have no gradient")
@@ -97,6 +98,8 @@ class WithoutGradient(Detector):
 class LayersStopLearning(Detector):
     """Finds parameters that were trained at first, and are frozen or without a gradient since.
 
+    Symptom: The loss falls more slowly from some step on
+
     Parameters that were trained have requires_grad=False, or no gradient any more: a helper, such as an evaluation
     or a probe, freezes them and does not set it back, or torch.no_grad() or detach() applies from some step on.
     Ignore it if the training freezes layers on purpose.
@@ -106,7 +109,6 @@ class LayersStopLearning(Detector):
 
     name = "layers-stop-learning"
     stage = "gradients"
-    symptom = "The loss falls more slowly from some step on"
     share = Threshold(0.1, "of the trainable parameters; fewer are a remark")
     checks = Threshold(3, "checked steps in a row without a gradient; heads of rare tasks have one in between")
     lasting = Threshold(50, "steps to the end; two networks that are trained in turn are frozen for less")
@@ -156,6 +158,8 @@ def _streaks(history: History, family: str, least: int) -> dict[str, int]:
 class LeftoverGradients(Detector):
     """Finds gradients that nothing sets to zero between two steps.
 
+    Symptom: The loss falls at first and then oscillates or grows
+
     Gradients of earlier steps are still there when the next backward pass starts, so that every step uses the sum
     over all steps. Call optimizer.zero_grad() once per step.
 
@@ -164,7 +168,6 @@ class LeftoverGradients(Detector):
 
     name = "gradients-not-zeroed"
     stage = "set-up"
-    symptom = "The loss falls at first and then oscillates or grows"
     share = Threshold(0.5, "half of all parameters; another loss may leave gradients in a few")
     checks = Threshold(3, "checked steps, or all of them in a shorter run")
 
@@ -198,6 +201,8 @@ class LeftoverGradients(Detector):
 class SecondBackwardPass(Detector):
     """Finds another backward pass of the same step before the one that the loop reports.
 
+    Symptom: The weights move further than the learning rate says
+
     The script calls loss.backward() and then scope.backward(loss), which runs the backward pass itself, so that
     gradients are doubled. Or a step has several losses, of which the hooks see only the last one.
 
@@ -208,7 +213,6 @@ class SecondBackwardPass(Detector):
 
     name = "second-backward-pass"
     stage = "set-up"
-    symptom = "The weights move further than the learning rate says"
     share = Threshold(0.5, "half of all parameters; another loss may train a few")
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -248,6 +252,8 @@ def _sees_updates(history: History) -> bool:
 class OptimizerNotStepped(Detector):
     """Finds a loop that never steps its optimizer, and one whose accumulation attach does not know.
 
+    Symptom: The loss does not change, or leftover gradients are reported under gradient accumulation
+
     optimizer.step() is missing, or it follows several backward passes, each of which attach counts as a step. Call
     it, or pass their number as accumulate= to attach.
 
@@ -258,7 +264,6 @@ class OptimizerNotStepped(Detector):
 
     name = "optimizer-not-stepped"
     stage = "set-up"
-    symptom = "The loss does not change, or leftover gradients are reported under gradient accumulation"
     passes = Threshold(64, "without an update while the training runs; at its end three are enough")
     needs = (CHECKS, "parameter_norms")
 
@@ -298,6 +303,8 @@ class OptimizerNotStepped(Detector):
 class GradientsAllZero(Detector):
     """Finds a training in which no parameter has a gradient, from the start or from some step on.
 
+    Symptom: The loss stops at a value and stays there exactly, or is 0 from the start
+
     All gradients are exactly 0. At a loss of 0 from the start nothing can be learned: a margin that no row
     violates, a CTC loss with fewer frames than labels, or rewards that are all equal. At another loss the outputs
     have collapsed to a constant, all units are dead, or the loss no longer depends on the parameters.
@@ -307,7 +314,6 @@ class GradientsAllZero(Detector):
 
     name = "gradients-all-zero"
     stage = "gradients"
-    symptom = "The loss stops at a value and stays there exactly, or is 0 from the start"
     steps = Threshold(10, "in a row and up to now; single batches may have no error")
     waits = True
 
@@ -348,6 +354,8 @@ class GradientsAllZero(Detector):
 class GradientsZeroedTooEarly(Detector):
     """Finds gradients that are set to zero before the optimizer has used them.
 
+    Symptom: The loss does not fall, or not as it should with gradient accumulation
+
     optimizer.zero_grad() is called between backward() and step(), so that the update has no gradient, or before
     every micro-batch, so that only the last one counts. Call it once per step, after optimizer.step().
 
@@ -356,7 +364,6 @@ class GradientsZeroedTooEarly(Detector):
 
     name = "gradients-zeroed-too-early"
     stage = "set-up"
-    symptom = "The loss does not fall, or not as it should with gradient accumulation"
     checks = Threshold(3, "checked steps, or all of them in a shorter run")
     share = Threshold(0.9, "of the checked steps; a misplaced call takes the gradients of every step")
     waits = True
@@ -398,6 +405,8 @@ LAST_CHECKS = 3
 class VanishingGradients(Detector):
     """Finds weights whose gradient is tiny compared with that of the others.
 
+    Symptom: The first layers hardly learn
+
     The gradient shrinks from layer to layer on its way back. Use ReLU-type activation functions, normalisation,
     residual connections, and an initialisation that keeps the size of activations (He, Xavier).
 
@@ -406,7 +415,6 @@ class VanishingGradients(Detector):
 
     name = "vanishing-gradients"
     stage = "gradients"
-    symptom = "The first layers hardly learn"
     ratio = Threshold(1e-4, "healthy layers of one network differ by a factor of 10 to 100")
     count = Threshold(2, "a single parameter may have no effect by design")
     needs = ("parameter_norms",)
@@ -449,6 +457,8 @@ RARE = 0.05
 class ExplodingGradients(Detector):
     """Finds gradients that grow without bound, or in single steps by orders of magnitude.
 
+    Symptom: The gradient norm jumps by orders of magnitude
+
     Gradients grow from layer to layer or from time step to time step, as in recurrent networks without clipping.
     Clip the gradient norm, lower the learning rate, or use a smaller initialisation.
 
@@ -459,7 +469,6 @@ class ExplodingGradients(Detector):
 
     name = "exploding-gradients"
     stage = "gradients"
-    symptom = "The gradient norm jumps by orders of magnitude"
     first = Threshold(1e4, "usual first gradients of a mean loss have a norm of 0.1 to 100")
     first_of_diverging = Threshold(1e3, "the same, where the loss is not finite within five steps")
     jump = Threshold(JUMP, "over all earlier steps, where the loss is not finite afterwards")
@@ -545,6 +554,8 @@ class ExplodingGradients(Detector):
 class GradientJump(Detector):
     """Finds a lasting jump of the gradient under an optimizer whose second moments lag behind.
 
+    Symptom: The loss rises after a pause, a change of the data, or a resume
+
     The gradient became much larger within a few steps, for example after a change of the data or of the loss. Adam
     divides by an average over about 1/(1 − β₂) steps, which is still small, so its steps are too large. Lower the
     learning rate for a while, lower β₂, clip, or reset the optimizer.
@@ -556,7 +567,6 @@ class GradientJump(Detector):
 
     name = "gradient-jump"
     stage = "gradients"
-    symptom = "The loss rises after a pause, a change of the data, or a resume"
     factor = Threshold(10.0, "gradients of healthy runs change by less within 10 steps, and back")
     lasting = Threshold(20, "steps; spikes of a small loss recover within 10")
     yields_to_learning = True

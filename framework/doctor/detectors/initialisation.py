@@ -15,6 +15,8 @@ EXTREME = 8.0
 class InitialScale(Detector):
     """Finds linear and convolutional layers whose weights are far too large or too small.
 
+    Symptom: The first loss is huge, or nothing is learned
+
     The weights have another scale than activations need: a standard deviation of about 1/√fan_in keeps their size.
     Use torch.nn.init.kaiming_normal_ or the defaults of torch.nn.
 
@@ -25,7 +27,6 @@ class InitialScale(Detector):
 
     name = "initial-weights-scale"
     stage = "set-up"
-    symptom = "The first loss is huge, or nothing is learned"
     large = Threshold(4.0, "in units of 1/√fan_in: the default has 0.58, He's initialisation 1.41")
     small = Threshold(0.03, "20 times below the default; GPT-2's 0.02 has 0.16 at 64 inputs, more for wider layers")
     needs = ()
@@ -70,6 +71,8 @@ def _suffers_from_large(history: History) -> bool:
 class ConstantWeights(Detector):
     """Finds matrices whose elements are all equal, so that units cannot become different.
 
+    Symptom: All units of a layer do the same
+
     All elements of weight matrices are equal, so all units of a layer get the same gradient and stay equal.
     Initialise them at random; only the last layer of a block may start at 0.
 
@@ -80,7 +83,6 @@ class ConstantWeights(Detector):
 
     name = "constant-initial-weights"
     stage = "set-up"
-    symptom = "All units of a layer do the same"
     share = Threshold(0.5, "half of the matrices; a single one may be meant")
     zeros = Threshold(0.8, "of the matrices if all are zeros; in LoRA and zero-initialised blocks it is half")
     needs = ()
@@ -108,6 +110,8 @@ class ConstantWeights(Detector):
 class UntiedCopies(Detector):
     """Finds an embedding and an output projection that start equal but are separate parameters.
 
+    Symptom: Tied embeddings become different
+
     Embedding and output projection have equal values but are two parameters: a deepcopy, a state dict or a
     re-created layer has untied them. Assign one to the other: head.weight = embedding.weight.
 
@@ -118,7 +122,6 @@ class UntiedCopies(Detector):
 
     name = "embeddings-not-tied"
     stage = "evaluation"
-    symptom = "Tied embeddings become different"
     needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:

@@ -45,6 +45,8 @@ def has_scheduler(history: History) -> bool:
 class LearningRateTooHigh(Detector):
     """Finds steps that overwrite the weights instead of adjusting them.
 
+    Symptom: The loss rises at once, or becomes NaN
+
     A step changes the weights by a large share of their size, and the loss does not fall. Divide the learning rate
     by 10; transformers under Adam also need a warm-up.
 
@@ -55,7 +57,6 @@ class LearningRateTooHigh(Detector):
 
     name = "learning-rate-too-high"
     stage = "updates"
-    symptom = "The loss rises at once, or becomes NaN"
     ratio = Threshold(0.1, "usual are 1e-4 to 1e-2, and up to 0.05 in the first steps of Adam")
     certain = Threshold(0.5, "one step replaces half of the weights")
     at_once = Threshold(2.0, "one step replaces all weights, so that a run in progress needs no further evidence")
@@ -200,6 +201,8 @@ def _has_dead_layers(history: History) -> bool:
 class LearningRateTooLow(Detector):
     """Finds updates that are too small to train the weights.
 
+    Symptom: The loss hardly falls
+
     The updates are tiny compared with the weights although there are gradients. Raise the learning rate; under SGD
     with a small gradient also check that the loss is not divided twice.
 
@@ -210,7 +213,6 @@ class LearningRateTooLow(Detector):
 
     name = "learning-rate-too-low"
     stage = "updates"
-    symptom = "The loss hardly falls"
     ratio = Threshold(1e-4, "10 times below the usual 1e-3; only counts if the loss does not fall")
     certain = Threshold(5e-6, "about 1e5 steps would be needed to replace the weights")
     fall = Threshold(0.03, "a training that works falls by more within 50 steps")
@@ -277,6 +279,8 @@ def set_rates(history: History) -> list[float]:
 class WarmUpTooLong(Detector):
     """Finds a warm-up that takes longer than the training.
 
+    Symptom: The loss hardly falls
+
     The learning rate still rises at the end of the training and is far below the one that was set: the warm-up
     counts more steps than the training has, or it is stepped per epoch instead of per batch.
 
@@ -287,7 +291,6 @@ class WarmUpTooLong(Detector):
 
     name = "warm-up-too-long"
     stage = "set-up"
-    symptom = "The loss hardly falls"
     level = Threshold(0.2, "of the learning rate that was set; warm-ups of 5 to 10 % have ended by then")
     share = Threshold(0.5, "of the planned steps; without a plan, the end of the run")
     needs = ("training_metrics",)
@@ -317,6 +320,8 @@ class WarmUpTooLong(Detector):
 class LearningRateZero(Detector):
     """Finds a learning rate of zero before the end of the training.
 
+    Symptom: The loss does not change at all
+
     The learning rate is 0: a scheduler with a wrong length, a warm-up that starts at 0 and never rises because it
     is stepped per epoch, or a wrong lambda. Print scheduler.get_last_lr() for a few steps.
 
@@ -325,7 +330,6 @@ class LearningRateZero(Detector):
 
     name = "learning-rate-zero"
     stage = "set-up"
-    symptom = "The loss does not change at all"
     steps = Threshold(5, "a warm-up may start at 0 for one step")
     share = Threshold(0.1, "of the training, at its start")
     share_at_end = Threshold(0.25, "of the training; schedules may end at 0 for a while")
@@ -372,6 +376,8 @@ def returns_after_burst(values: "np.typing.NDArray[np.float64]") -> bool:
 class ScheduleEndsEarly(Detector):
     """Finds a schedule that has used up the learning rate long before the end.
 
+    Symptom: The loss stops falling early
+
     The learning rate has decayed to almost nothing long before the end of the training: the scheduler is stepped
     per batch but was set up for epochs, or its number of steps is too small.
 
@@ -381,7 +387,6 @@ class ScheduleEndsEarly(Detector):
 
     name = "schedule-ends-early"
     stage = "set-up"
-    symptom = "The loss stops falling early"
     level = Threshold(0.005, "below 0.5 % of the peak a step has no effect; usual final values are 1 to 10 %")
     share = Threshold(0.35, "the share of the training that is spent there; cosine schedules spend 5 %")
     small = Threshold(0.015, "of the peak, which usual schedules reach late")
@@ -448,6 +453,8 @@ class ScheduleEndsEarly(Detector):
 class CosineRises(Detector):
     """Finds a cosine schedule that is stepped beyond its length, so that the learning rate rises again.
 
+    Symptom: The learning rate goes up and down
+
     CosineAnnealingLR is stepped more often than T_max, so that its learning rate rises again: it is stepped per
     batch with T_max in epochs. Set T_max to the number of calls of scheduler.step().
 
@@ -458,7 +465,6 @@ class CosineRises(Detector):
 
     name = "cosine-schedule-rises"
     stage = "set-up"
-    symptom = "The learning rate goes up and down"
     rise = Threshold(0.2, "share of the peak by which the learning rate rises after a minimum")
     needs = ("training_metrics",)
 
@@ -497,6 +503,8 @@ class CosineRises(Detector):
 class LearningRateJump(Detector):
     """Finds a sudden rise of the learning rate that raises the loss.
 
+    Symptom: The loss spikes in the middle of a training
+
     The learning rate rose, suddenly or without end, and the loss with it. Check the schedule around this step.
 
     Source: Loshchilov and Hutter, arXiv 1608.03983, for restarts, which raise the loss for a while
@@ -504,7 +512,6 @@ class LearningRateJump(Detector):
 
     name = "learning-rate-jump"
     stage = "set-up"
-    symptom = "The loss spikes in the middle of a training"
     factor = Threshold(5.0, "warm-ups rise more slowly from step to step")
     rise = Threshold(1.5, "the loss after the jump over that before; restarts raise it less or recover")
     growth = Threshold(20.0, "highest over first learning rate, if it is highest at the end; warm-ups end early")
@@ -571,6 +578,8 @@ class LearningRateJump(Detector):
 class WarmUpMissing(Detector):
     """Finds an early rise of the loss under Adam without a warm-up, which recovers later.
 
+    Symptom: The loss rises in the first steps and falls later
+
     Adam's first steps have the full learning rate although its second moments are not reliable yet. Raise the
     learning rate over the first 1 to 5 % of the steps.
 
@@ -581,7 +590,6 @@ class WarmUpMissing(Detector):
 
     name = "warm-up-missing"
     stage = "updates"
-    symptom = "The loss rises in the first steps and falls later"
     rise = Threshold(1.3, "the highest early loss over the initial one; noise stays below 1.2")
     ratio = Threshold(0.01, "the largest early update; smaller ones do not raise the loss, but noise may")
     fallen = Threshold(0.9, "of the loss, from which on the finding is a remark: the training has recovered")

@@ -20,6 +20,8 @@ from .learning_rates import is_warming_up
 class DoublyNormalised(Rule):
     """Finds a softmax before a loss that contains one, or a sigmoid likewise.
 
+    Symptom: The loss falls slowly and stays high
+
     The model ends with a softmax (or sigmoid), and the loss, such as cross_entropy, applies another one. Return the
     logits from the model.
 
@@ -28,7 +30,6 @@ class DoublyNormalised(Rule):
 
     name = "softmax-applied-twice"
     stage = "set-up"
-    symptom = "The loss falls slowly and stays high"
     metric = f"{CHECKS}/doubly_normalised"
     severity = "critical"
     why = (
@@ -43,6 +44,8 @@ class DoublyNormalised(Rule):
 class LogSoftmaxMissing(Rule):
     """Finds a likelihood of outputs that are not log-probabilities.
 
+    Symptom: The loss is negative
+
     nll_loss, ctc_loss and kl_div take log-probabilities, but get the logits or the probabilities of the model.
     Apply log_softmax, or use cross_entropy in place of nll_loss.
 
@@ -53,7 +56,6 @@ class LogSoftmaxMissing(Rule):
 
     name = "log-softmax-missing"
     stage = "set-up"
-    symptom = "The loss is negative"
     metric = f"{CHECKS}/lacks_log_softmax"
     severity = "critical"
     why = (
@@ -68,6 +70,8 @@ class LogSoftmaxMissing(Rule):
 class OneClass(Detector):
     """Finds a cross-entropy over a single class.
 
+    Symptom: The loss is exactly 0
+
     cross_entropy gets one output per row, whose probability is always 1, so that the loss is 0 and has no gradient.
     Use binary_cross_entropy_with_logits for one output, or give the model an output for each class.
 
@@ -78,7 +82,6 @@ class OneClass(Detector):
 
     name = "cross-entropy-of-one-class"
     stage = "set-up"
-    symptom = "The loss is exactly 0"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the loss has one class."""
@@ -99,6 +102,8 @@ class OneClass(Detector):
 class TemperatureMissing(Detector):
     """Finds a cross-entropy of cosines that no temperature divides.
 
+    Symptom: A contrastive loss, or one of cosines, stops falling at a high value
+
     The logits are cosines between −1 and 1, so that the right class gets at most e² times the probability of each
     other one, and the loss has a high lower bound. Divide them by a temperature, such as 0.1.
 
@@ -109,7 +114,6 @@ class TemperatureMissing(Detector):
 
     name = "temperature-missing"
     stage = "set-up"
-    symptom = "A contrastive loss, or one of cosines, stops falling at a high value"
     scale = Threshold(1.2, "factor of the cosines; temperatures of 0.05 to 0.5 give 2 to 20")
     bound = Threshold(0.3, "of ln(C), below which a model can still be certain")
 
@@ -137,6 +141,8 @@ class TemperatureMissing(Detector):
 class LossBroadcast(Rule):
     """Finds a loss that compares every output with every target of the batch.
 
+    Symptom: A regression learns the mean of its targets only
+
     Outputs of shape (N, 1) and targets of shape (N,) broadcast to N × N pairs, so that every output is compared
     with every target, and the best output is their mean. Give both the same shape.
 
@@ -147,7 +153,6 @@ class LossBroadcast(Rule):
 
     name = "loss-broadcast"
     stage = "set-up"
-    symptom = "A regression learns the mean of its targets only"
     metric = f"{CHECKS}/loss_is_broadcast"
     severity = "critical"
     why = (
@@ -162,6 +167,8 @@ class LossBroadcast(Rule):
 class CausalMaskMissing(Detector):
     """Finds attention without a causal mask in a model that is trained to predict the next token.
 
+    Symptom: The loss of a language model falls far too low, but generated text is bad
+
     The targets are the next tokens of the inputs, but attention has no causal mask, so that each position sees its
     own target. Pass is_causal=True, or a causal mask.
 
@@ -172,7 +179,6 @@ class CausalMaskMissing(Detector):
 
     name = "causal-mask-missing"
     stage = "evaluation"
-    symptom = "The loss of a language model falls far too low, but generated text is bad"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if all attention operations look ahead."""
@@ -193,6 +199,8 @@ class CausalMaskMissing(Detector):
 class TargetsShiftedWrongly(Detector):
     """Finds a causal model whose targets are its inputs, or the tokens after the next.
 
+    Symptom: A language model has a good loss, but generates nonsense
+
     The targets are the inputs themselves, so that a model with a causal mask learns to copy, or they are shifted
     twice, by the data and by the model. Shift them once: logits[:, :-1] against tokens[:, 1:].
 
@@ -203,7 +211,6 @@ class TargetsShiftedWrongly(Detector):
 
     name = "targets-shifted-wrongly"
     stage = "set-up"
-    symptom = "A language model has a good loss, but generates nonsense"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the shift is 0 or 2 at every checked step, and attention is masked."""
@@ -229,6 +236,8 @@ class TargetsShiftedWrongly(Detector):
 class TargetsAreInputs(Rule):
     """Finds a model that gets the targets of its loss as inputs.
 
+    Symptom: The loss falls to 0, but what the model generates is wrong
+
     An embedding of the model looks up the very targets that it should predict: a decoder gets the target sequence
     without a start token, so that each position sees its own answer. Shift its inputs by one position.
 
@@ -239,7 +248,6 @@ class TargetsAreInputs(Rule):
 
     name = "targets-are-inputs"
     stage = "evaluation"
-    symptom = "The loss falls to 0, but what the model generates is wrong"
     metric = f"{CHECKS}/reads_targets"
     severity = "critical"
     why = (
@@ -253,6 +261,8 @@ class TargetsAreInputs(Rule):
 class LogitsRectified(Rule):
     """Finds a ReLU at the end of a classifier.
 
+    Symptom: A classifier learns slowly, or some classes never
+
     The model ends with a ReLU, so that its logits cannot be negative, and classes whose logit is 0 get no gradient.
     Remove the activation after the last layer.
 
@@ -263,7 +273,6 @@ class LogitsRectified(Rule):
 
     name = "relu-before-loss"
     stage = "set-up"
-    symptom = "A classifier learns slowly, or some classes never"
     metric = f"{CHECKS}/logits_rectified"
     why = "The model ends with a ReLU: no logit can be negative, and a class whose logit is 0 gets no gradient."
     remedy = "Remove the ReLU after the last layer."
@@ -272,6 +281,8 @@ class LogitsRectified(Rule):
 @DetectorRegistry.register
 class TargetsOutOfReach(Detector):
     """Finds a regression whose last activation cannot give its targets.
+
+    Symptom: A regression predicts some of its targets badly, with any settings
 
     The model ends with an activation whose range does not contain the targets: ReLU gives nothing below 0, sigmoid
     nothing outside of 0 to 1, tanh nothing outside of −1 to 1. Remove it, or scale the targets.
@@ -283,7 +294,6 @@ class TargetsOutOfReach(Detector):
 
     name = "targets-out-of-reach"
     stage = "set-up"
-    symptom = "A regression predicts some of its targets badly, with any settings"
     share = Threshold(0.03, "of the targets; fewer may be rounding or noise around a bound")
     many = Threshold(0.3, "a critical finding")
 
@@ -308,6 +318,8 @@ class TargetsOutOfReach(Detector):
 class TargetsNotProbabilities(Detector):
     """Finds a cross-entropy of numbers that are not probabilities, such as several labels of a row, or masks of 255.
 
+    Symptom: The loss of a classifier is negative, or worse than it should be with several labels
+
     cross_entropy takes probabilities that add up to 1, but the targets of a row add up to another number: rows with
     several labels need binary_cross_entropy_with_logits, which asks for each class alone. A binary cross-entropy
     takes targets from 0 to 1, but they go beyond, such as masks of 0 and 255: divide them.
@@ -319,7 +331,6 @@ class TargetsNotProbabilities(Detector):
 
     name = "targets-not-probabilities"
     stage = "set-up"
-    symptom = "The loss of a classifier is negative, or worse than it should be with several labels"
     deviation = Threshold(0.1, "of the mean sum from 1; rounding and smoothing stay below")
     beyond = Threshold(0.001, "of the targets outside of 0 to 1; rounding reaches none that count")
 
@@ -358,6 +369,8 @@ class TargetsNotProbabilities(Detector):
 class NormalisedOverRows(Rule):
     """Finds a softmax over the batch, in the model or in the loss.
 
+    Symptom: The loss falls, but the accuracy stays low
+
     A softmax runs over the rows of the batch, dim=0, so that rows compete, and not classes of the loss or positions
     of an attention: the output for a row depends on the others. Use dim=-1, or cross_entropy on logits.
 
@@ -368,7 +381,6 @@ class NormalisedOverRows(Rule):
 
     name = "softmax-over-batch"
     stage = "set-up"
-    symptom = "The loss falls, but the accuracy stays low"
     metric = f"{CHECKS}/normalised_over_rows"
     severity = "critical"
     why = (
@@ -383,6 +395,8 @@ class NormalisedOverRows(Rule):
 class LossSummed(Detector):
     """Finds a loss that is a sum over the batch instead of a mean.
 
+    Symptom: The loss and its gradients are very large
+
     The loss is the sum over the rows or tokens of the batch, so that gradients, and under SGD the steps, grow with
     the batch size. Use reduction='mean', or divide by the number of rows or tokens.
 
@@ -394,7 +408,6 @@ class LossSummed(Detector):
 
     name = "loss-summed"
     stage = "set-up"
-    symptom = "The loss and its gradients are very large"
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -419,6 +432,8 @@ class LossSummed(Detector):
 class AccumulationNotAveraged(Detector):
     """Finds gradient accumulation whose micro-batches are not averaged, or divided by another number.
 
+    Symptom: Gradients grow with the number of accumulated batches
+
     With gradient accumulation over N micro-batches each loss must be divided by N (or by the tokens of the step).
     Otherwise the gradient, and under SGD the step, is N times as large.
 
@@ -429,7 +444,6 @@ class AccumulationNotAveraged(Detector):
 
     name = "accumulation-not-averaged"
     stage = "set-up"
-    symptom = "Gradients grow with the number of accumulated batches"
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -464,6 +478,8 @@ LEAST_SCALE = 256
 class InitialLossHigh(Detector):
     """Finds a first loss far above that of equal probabilities.
 
+    Symptom: The first loss is much larger than ln(number of classes)
+
     An untrained classifier should give all classes about the same probability, a loss of ln(C). A far larger loss
     means that logits are large at the start: weights that are initialised too large, inputs that are not
     normalised, or a summed loss.
@@ -476,7 +492,6 @@ class InitialLossHigh(Detector):
 
     name = "initial-loss-high"
     stage = "activations"
-    symptom = "The first loss is much larger than ln(number of classes)"
     factor = Threshold(3.5, "usual initialisations give 1.0 to 1.5 times ln(C), new heads on other features up to 3.4")
     weights = Threshold(3.0, "times 1/√fan_in; usual initialisations give 0.5 to 1.5")
     inputs = Threshold(3.0, "mean or standard deviation of inputs, which are normalised below it")
@@ -536,6 +551,8 @@ class InitialLossHigh(Detector):
 class TargetsNotNormalised(Detector):
     """Finds a regression loss that is huge at the start, because its targets are.
 
+    Symptom: The loss is huge, or training is unstable
+
     The loss is no cross-entropy and starts at a huge value, so the targets, or the outputs, have large values.
     Standardise the targets, and undo it for reports.
 
@@ -546,7 +563,6 @@ class TargetsNotNormalised(Detector):
 
     name = "targets-not-normalised"
     stage = "set-up"
-    symptom = "The loss is huge, or training is unstable"
     loss = Threshold(1e4, "a deviation of 100 in targets or outputs")
     yields_to_learning = True
 
@@ -573,6 +589,8 @@ class TargetsNotNormalised(Detector):
 class LossRising(Detector):
     """Finds a loss that rises steadily, or is the negative of a cross-entropy.
 
+    Symptom: The loss rises
+
     The training maximises the loss: its sign is wrong, the optimizer has maximize=True, or a custom update adds the
     gradient. A learning rate that is too high also raises the loss.
 
@@ -581,7 +599,6 @@ class LossRising(Detector):
 
     name = "loss-rising"
     stage = "loss"
-    symptom = "The loss rises"
     factor = Threshold(1.5, "the last loss over the first; noise and harder data stay below")
     trend = Threshold(0.8, "rank correlation of loss and step")
     yields_to_learning = True
@@ -637,6 +654,8 @@ def rank_correlation(values: "np.typing.NDArray[np.float64]") -> float:
 class NoBetterThanUniform(Detector):
     """Finds a classifier whose loss stays at that of equal probabilities.
 
+    Symptom: The loss stays at ln(number of classes)
+
     The model predicts equal probabilities, so it has learned nothing from its inputs: labels that do not belong to
     their inputs (shuffled), inputs without information, or a cause that another finding names.
 
@@ -647,7 +666,6 @@ class NoBetterThanUniform(Detector):
 
     name = "no-better-than-uniform"
     stage = "loss"
-    symptom = "The loss stays at ln(number of classes)"
     share = Threshold(0.93, "of ln(C); a training that works is far below after 100 steps")
     share_of_plan = Threshold(0.2, "of the planned steps, or of 1,500 if the plan is unknown")
     first_update = Threshold(0.03, "of the weights; the first updates of AdamW change about 1 %")
@@ -700,6 +718,8 @@ class NoBetterThanUniform(Detector):
 class NoBetterThanFrequencies(Detector):
     """Finds a classifier or language model that predicts how frequent its targets are, for every input.
 
+    Symptom: The loss falls in the first steps, to the entropy of the targets, and stays there
+
     The model predicts the frequencies of the targets for all inputs, so it has learned nothing from them: targets
     that do not belong to their inputs (shuffled, or two dimensions mixed up), inputs without information, or a
     cause that another finding names.
@@ -711,7 +731,6 @@ class NoBetterThanFrequencies(Detector):
 
     name = "no-better-than-frequencies"
     stage = "loss"
-    symptom = "The loss falls in the first steps, to the entropy of the targets, and stays there"
     share = Threshold(0.97, "of the entropy of the same batch; models that learn from inputs are below")
     even = Threshold(0.93, "of ln(C), above which no-better-than-uniform reports the same")
     steps = Threshold(200, "steps; models that learn are below the entropy by then")
@@ -746,6 +765,8 @@ NEAR_MEAN = 2.0
 class NoBetterThanMean(Detector):
     """Finds a regression that always predicts the mean of its targets, or is worse than that.
 
+    Symptom: The loss of a regression stays at or far above the variance of the targets
+
     The model predicts the mean of its targets for all inputs, so it has learned nothing from them: targets that do
     not belong to their inputs (shuffled, or noise drawn again), inputs without information, or a cause that another
     finding names.
@@ -758,7 +779,6 @@ class NoBetterThanMean(Detector):
 
     name = "no-better-than-mean"
     stage = "loss"
-    symptom = "The loss of a regression stays at or far above the variance of the targets"
     share = Threshold(0.97, "of the variance of the same batch; targets that inputs explain by less are rare")
     worse = Threshold(5.0, "times the variance; critics, whose targets move, can be above it for a while")
     steps = Threshold(200, "steps; models that learn are below the variance by then")
@@ -813,6 +833,8 @@ class NoBetterThanMean(Detector):
 class LossConstant(Detector):
     """Finds a loss that is one number, although weights and batches change.
 
+    Symptom: The loss is the same number at every step
+
     The value of the loss depends neither on the weights nor on the batch: terms cancel, such as a model and its
     reference that are one object, or the outputs do not reach the loss.
 
@@ -823,7 +845,6 @@ class LossConstant(Detector):
 
     name = "loss-constant"
     stage = "outputs"
-    symptom = "The loss is the same number at every step"
     spread = Threshold(1e-4, "of the loss; losses of different batches differ by more")
     steps = Threshold(50, "steps")
     waits = True
@@ -852,6 +873,8 @@ class LossConstant(Detector):
 class LossNotFalling(Detector):
     """Reports a loss that has not fallen, when nothing explains it.
 
+    Symptom: The loss does not fall
+
     The loss is where it started. Look at the other findings first; without any, try to overfit one batch.
 
     Applies to: positive losses, after 200 steps
@@ -861,7 +884,6 @@ class LossNotFalling(Detector):
 
     name = "loss-not-falling"
     stage = "loss"
-    symptom = "The loss does not fall"
     fall = Threshold(0.02, "trainings that work fall by more within 200 steps")
     waits = True
 
@@ -888,6 +910,8 @@ class LossNotFalling(Detector):
 class LossSpike(Detector):
     """Reports spikes of the loss from which it did not recover at once; a remark if it has recovered or falls again.
 
+    Symptom: The loss spikes
+
     The loss jumped within one step. Usual causes are rows of the data that are unlike the others, a learning rate
     that is too high, and second moments that are out of date. loopscope rewind RUN --spike looks for the cause. A
     remark if the loss falls from its new level, as after a change of the data or of the loss.
@@ -897,7 +921,6 @@ class LossSpike(Detector):
 
     name = "loss-spike"
     stage = "loss"
-    symptom = "The loss spikes"
     fall = Threshold(0.7, "of the level of the 20 steps after the spike: the loss falls from there")
     patience = Threshold(60, "steps after the spike, so that noise is no fall")
     needs = ("loss_spikes",)
@@ -936,6 +959,8 @@ class LossSpike(Detector):
 class LossUnbounded(Detector):
     """Finds a loss that falls below zero ever faster.
 
+    Symptom: The loss becomes negative and falls ever faster
+
     The loss has no lower bound, so that the training only drives it further below zero: a term with the wrong sign,
     a distance that should be limited by a margin, or a likelihood whose variance may shrink to 0.
 
@@ -944,7 +969,6 @@ class LossUnbounded(Detector):
 
     name = "loss-unbounded"
     stage = "loss"
-    symptom = "The loss becomes negative and falls ever faster"
     size = Threshold(30.0, "times the first loss; likelihoods of continuous data become less negative")
     speed = Threshold(1.2, "fall in the last third over that in the second; trainings slow down")
 
@@ -999,6 +1023,8 @@ def validation_rises(history: History) -> bool:
 class TrainValidationDiverging(Detector):
     """Finds a model that memorises its training data.
 
+    Symptom: The validation loss rises while the training loss falls
+
     The model memorises the training data. Stop at the best validation loss, use more or more varied data, weight
     decay or dropout, and check for rows that occur several times. If the validation loss was high from the start,
     its data are prepared differently. A remark if the validation accuracy still rises: the model may only be
@@ -1009,7 +1035,6 @@ class TrainValidationDiverging(Detector):
 
     name = "train-validation-diverging"
     stage = "validation"
-    symptom = "The validation loss rises while the training loss falls"
     rise = Threshold(1.3, "validation loss over its minimum; noise and mild overfitting stay below")
     memorised_rise = Threshold(1.15, "the same limit if the training loss is below 2 % of the validation loss")
     unlike = Threshold(2.0, "best validation loss over the first training loss; overfitting starts below that")
@@ -1218,6 +1243,8 @@ class TrainValidationDiverging(Detector):
 class ValidationBetter(Detector):
     """Reports a validation loss that is clearly below the training loss without dropout.
 
+    Symptom: The validation loss is below the training loss
+
     Suspicious: without dropout and augmentation the validation loss should not be clearly lower. Rows of the
     validation set may be in the training set, it may be easier, or the loss may be computed differently.
 
@@ -1228,7 +1255,6 @@ class ValidationBetter(Detector):
 
     name = "validation-better-than-training"
     stage = "validation"
-    symptom = "The validation loss is below the training loss"
     ratio = Threshold(0.7, "validation over training loss at the end, where a lag is small")
     needs = ("training_metrics", CHECKS)
     waits = True

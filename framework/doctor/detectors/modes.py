@@ -18,6 +18,8 @@ from .parameters import named_fact
 class EvalModeInTraining(Detector):
     """Finds a model that is trained in eval mode.
 
+    Symptom: Dropout and batch normalisation have no effect
+
     The model is in eval mode in its training steps: model.train() is missing, before the training or after an
     evaluation. Models of from_pretrained are in eval mode at first. It is also reported if only scope.evaluate
     restores train mode.
@@ -27,7 +29,6 @@ class EvalModeInTraining(Detector):
 
     name = "model-in-eval-mode"
     stage = "evaluation"
-    symptom = "Dropout and batch normalisation have no effect"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the model was in eval mode at a checked step, or would be without ``scope.evaluate``."""
@@ -70,6 +71,8 @@ class EvalModeInTraining(Detector):
 class BatchNormFrozen(Detector):
     """Finds trained batch normalisations whose statistics do not change.
 
+    Symptom: Training and validation differ with batch normalisation
+
     Batch normalisations with trainable parameters or with their initial statistics are in eval mode, or have a
     momentum of 0, so that they normalise with old statistics or not at all. Call train() on them, or freeze them
     completely after they were trained.
@@ -81,7 +84,6 @@ class BatchNormFrozen(Detector):
 
     name = "batchnorm-frozen"
     stage = "evaluation"
-    symptom = "Training and validation differ with batch normalisation"
     needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -113,6 +115,8 @@ class BatchNormFrozen(Detector):
 class RunningStatisticsUnlike(Detector):
     """Finds batch normalisations whose running statistics are those of the last batch only.
 
+    Symptom: The loss in eval mode is far worse than in train mode, also on the training data
+
     Running statistics of batch normalisation follow the last batches instead of averaging: momentum is the weight
     of the new batch in torch, 0.1 by default, and of the old value in Keras, 0.99. With small batches eval mode
     then normalises by noise.
@@ -124,7 +128,6 @@ class RunningStatisticsUnlike(Detector):
 
     name = "batchnorm-momentum"
     stage = "evaluation"
-    symptom = "The loss in eval mode is far worse than in train mode, also on the training data"
     momentum = Threshold(0.5, "half of the statistics is the last batch; usual are 0.01 to 0.1")
     ratio = Threshold(2.0, "loss of the training data in eval mode over that in train mode")
     needs = ()
@@ -171,6 +174,8 @@ class RunningStatisticsUnlike(Detector):
 class DropoutTooStrong(Rule):
     """Finds dropout that leaves hardly anything of its inputs.
 
+    Symptom: The training loss stays high, and the validation loss is far lower
+
     A dropout layer sets nearly all of its inputs to zero. The argument p of nn.Dropout is the probability of a
     zero, not of keeping a value; usual values are 0.1 to 0.5.
 
@@ -181,7 +186,6 @@ class DropoutTooStrong(Rule):
 
     name = "dropout-too-strong"
     stage = "set-up"
-    symptom = "The training loss stays high, and the validation loss is far lower"
     probability = Threshold(0.85, "above every value that is in use")
     needs = ()
     read = staticmethod(fact)
@@ -200,6 +204,8 @@ class DropoutTooStrong(Rule):
 class EvaluationInTrainMode(Rule):
     """Finds evaluations that run the model in train mode.
 
+    Symptom: Validation numbers are noisy or too bad
+
     The model is evaluated in train mode, so that dropout is active and batch normalisation uses the statistics of
     the batch. Call model.eval() before the evaluation, or use scope.evaluate.
 
@@ -211,7 +217,6 @@ class EvaluationInTrainMode(Rule):
 
     name = "evaluation-in-train-mode"
     stage = "evaluation"
-    symptom = "Validation numbers are noisy or too bad"
     needs = ()
     read = staticmethod(alert)
     metric = "evaluation/train_mode"
@@ -227,6 +232,8 @@ class EvaluationInTrainMode(Rule):
 class OptimizerReplaced(Rule):
     """Finds steps of an optimizer that is not attached over the parameters of the model.
 
+    Symptom: Hooks report nothing after some step, or count all later steps as skipped
+
     The script has created another optimizer for the same parameters, and steps that one: hooks observe only the
     attached optimizer. Close the scope and attach the new optimizer, or give attach(model, [first, second]) both.
 
@@ -237,7 +244,6 @@ class OptimizerReplaced(Rule):
 
     name = "optimizer-replaced"
     stage = "set-up"
-    symptom = "Hooks report nothing after some step, or count all later steps as skipped"
     needs = ()
     read = staticmethod(alert)
     metric = "optimizers/other_optimizer"
@@ -253,6 +259,8 @@ class OptimizerReplaced(Rule):
 class DropoutInEvaluation(Detector):
     """Finds dropout that is active in eval mode.
 
+    Symptom: Validation numbers are worse than those in training, and differ from call to call
+
     The model calls functional.dropout, whose argument training is True by default, or scaled_dot_product_attention
     with dropout_p: both drop elements in eval mode, too. Pass training=self.training, and dropout_p=self.dropout if
     self.training else 0.0. Or modules are in a list or dict, where model.eval() does not reach them: use
@@ -265,7 +273,6 @@ class DropoutInEvaluation(Detector):
 
     name = "dropout-in-evaluation"
     stage = "evaluation"
-    symptom = "Validation numbers are worse than those in training, and differ from call to call"
     needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:

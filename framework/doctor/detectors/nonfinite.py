@@ -15,6 +15,8 @@ from ..history import History
 class NonFinite(Detector):
     """Reports the first NaN or infinite value, with its producer and rows.
 
+    Symptom: The loss is NaN
+
     The hook first_nonfinite names the module, the gradient, the row of the data or the optimizer that made the
     first NaN or infinite value. Usual causes are a learning rate that is too high, a division by zero or a root of
     zero, invalid data, and float16.
@@ -24,7 +26,6 @@ class NonFinite(Detector):
 
     name = "nonfinite"
     stage = "nonfinite"
-    symptom = "The loss is NaN"
     needs = ("first_nonfinite",)
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -116,6 +117,8 @@ def _first_step(history: History) -> int | None:
 class SkippedSteps(Detector):
     """Finds a loss scaler that skips most steps.
 
+    Symptom: The loss does not fall with float16
+
     The loss scaler skips a step when gradients overflow in float16, and lowers its scale. If it skips most steps,
     some value overflows at any scale: use bfloat16, or find the layer with the hook activations (max_abs).
 
@@ -126,7 +129,6 @@ class SkippedSteps(Detector):
 
     name = "scaler-skips-steps"
     stage = "gradients"
-    symptom = "The loss does not fall with float16"
     share = Threshold(0.3, "a healthy scaler skips a few steps at the start and one in about 2,000 later")
 
     def detect(self, history: History) -> Iterable[Finding]:

@@ -19,6 +19,8 @@ def _number(value: object) -> float:
 class ClippingTooStrong(Detector):
     """Finds clipping that shrinks nearly every gradient by a large factor.
 
+    Symptom: The loss falls very slowly with clipping
+
     Nearly every gradient is clipped to a small part of its norm, so under SGD the steps are that much smaller.
     Choose a threshold near the usual gradient norm.
 
@@ -29,7 +31,6 @@ class ClippingTooStrong(Detector):
 
     name = "clipping-too-strong"
     stage = "updates"
-    symptom = "The loss falls very slowly with clipping"
     clipped = Threshold(0.9, "of the steps; clipping is meant for exceptions")
     factor = Threshold(0.1, "what remains of the gradient norm")
     fall = Threshold(0.8, "of the loss; where it falls further, clipping is a remark")
@@ -90,6 +91,8 @@ def _scale_of_clipping(history: History, norms: "np.typing.NDArray[np.float64]")
 class EpsilonTooLarge(Detector):
     """Finds an eps of Adam that is larger than the gradients.
 
+    Symptom: Adam learns as slowly as SGD
+
     Adam's eps exceeds the size of most gradients, so that steps shrink with them. The default is 1e-8.
 
     Applies to: Adam-type optimizers
@@ -99,7 +102,6 @@ class EpsilonTooLarge(Detector):
 
     name = "optimizer-eps-too-large"
     stage = "set-up"
-    symptom = "Adam learns as slowly as SGD"
     share = Threshold(0.8, "of the elements whose second moment is below eps squared")
     eps = Threshold(1e-5, "usual are 1e-8 to 1e-6")
     needs = ("optimizer_health",)
@@ -125,6 +127,8 @@ class EpsilonTooLarge(Detector):
 class MomentumUnusual(Detector):
     """Finds swapped betas, and momentum so close to 1 that the training oscillates.
 
+    Symptom: The loss oscillates or reacts with delay
+
     Adam's betas are swapped, or the momentum is so close to 1 that gradients of many hundred steps ago count. Usual
     are betas=(0.9, 0.999) or (0.9, 0.95), and a momentum of 0.9.
 
@@ -135,7 +139,6 @@ class MomentumUnusual(Detector):
 
     name = "momentum-unusual"
     stage = "set-up"
-    symptom = "The loss oscillates or reacts with delay"
     momentum = Threshold(0.995, "an average over 200 steps; recipes use up to 0.99")
     needs = ()
 
@@ -165,6 +168,8 @@ class MomentumUnusual(Detector):
 class WeightsShrink(Detector):
     """Finds weight decay that shrinks the weights faster than the gradient trains them.
 
+    Symptom: All weights go to zero
+
     The weight norm falls to a small part of its initial value and the loss does not fall: weight decay times
     learning rate is too large. Usual are a weight decay of 0.01 to 0.1 for AdamW and 1e-4 for SGD.
 
@@ -173,7 +178,6 @@ class WeightsShrink(Detector):
 
     name = "weight-decay-too-large"
     stage = "set-up"
-    symptom = "All weights go to zero"
     shrinkage = Threshold(0.5, "of the initial norm; trainings that work keep or raise it")
     per_step = Threshold(0.02, "a weight without gradient is halved within 35 steps; usual are 1e-6 to 1e-3")
     adamw = Threshold(0.1, "usual for AdamW, with any learning rate that trains")

@@ -26,6 +26,8 @@ SHARES_OF_RIGHT = frozenset({"acc", "accuracy"})
 class OutputsIgnoreInputs(Detector):
     """Finds a model whose outputs are the same for all rows.
 
+    Symptom: The model gives the same output for every row
+
     The outputs do not depend on the inputs: a mask that hides all of them (inverted), a layer whose output is
     multiplied by 0 or not used, all units dead, or a term of the loss, such as a KL divergence that is summed while
     the others are averaged, that outweighs the one that compares outputs and targets.
@@ -37,7 +39,6 @@ class OutputsIgnoreInputs(Detector):
 
     name = "outputs-ignore-inputs"
     stage = "outputs"
-    symptom = "The model gives the same output for every row"
     variation = Threshold(1e-6, "of the targets; models of shuffled labels see their inputs and vary by more than 1e-4")
     of_term = Threshold(0.02, "the same where other terms compete, which leave a little; it explains 2 % at most")
     share = Threshold(0.97, "of the loss of the best constant, below which the outputs are useful")
@@ -81,6 +82,8 @@ class OutputsIgnoreInputs(Detector):
 class ScoreContradictsLoss(Detector):
     """Finds a score that stays low although the loss is that of a model that is right.
 
+    Symptom: The loss falls to almost nothing, but a score stays low
+
     Loss and score do not judge the same: the loss leaves out or rewards something (an ignored class, a decoder that
     sees its targets, a frequent background), or the score compares something else than predictions and targets, or
     runs the model in another way. Compute both by hand on one batch.
@@ -93,7 +96,6 @@ class ScoreContradictsLoss(Detector):
 
     name = "score-contradicts-loss"
     stage = "validation"
-    symptom = "The loss falls to almost nothing, but a score stays low"
     evaluations = Threshold(3, "scores of hard tasks are low in the first ones")
     zeros = Threshold(5, "evaluations with a score of exactly 0, at any loss that has fallen by half")
     fall = Threshold(0.5, "of the first loss")

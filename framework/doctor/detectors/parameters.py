@@ -24,6 +24,8 @@ def named_fact(history: History, name: str) -> tuple[int, str]:
 class WithoutOptimizer(Detector):
     """Finds trainable parameters that no optimizer holds.
 
+    Symptom: Some layers never change
+
     Trainable parameters are in no optimizer: it was created before a layer was added, replaced or resized, or for a
     part of the model only. Create the optimizer last, from all parameters, or set requires_grad to False.
 
@@ -32,7 +34,6 @@ class WithoutOptimizer(Detector):
 
     name = "parameters-without-optimizer"
     stage = "set-up"
-    symptom = "Some layers never change"
     needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -65,6 +66,8 @@ class WithoutOptimizer(Detector):
 class LayersNotRegistered(Detector):
     """Finds layers in Python lists, tuples or dicts, and tensors that are not parameters.
 
+    Symptom: Some layers never change
+
     Layers in a Python list, tuple or dict, and tensors with requires_grad that are not an nn.Parameter, are not in
     model.parameters(): they are not trained, saved or moved. Use nn.ModuleList, nn.ModuleDict or nn.Parameter.
 
@@ -73,7 +76,6 @@ class LayersNotRegistered(Detector):
 
     name = "layers-not-registered"
     stage = "set-up"
-    symptom = "Some layers never change"
     needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -96,6 +98,8 @@ class LayersNotRegistered(Detector):
 class FrozenInOptimizer(Detector):
     """Finds optimizer entries that do not require a gradient.
 
+    Symptom: Some layers never change
+
     The optimizer holds parameters with requires_grad=False. This is usual when a script freezes a base model and
     passes model.parameters(); it is a mistake if these layers should be trained.
 
@@ -104,7 +108,6 @@ class FrozenInOptimizer(Detector):
 
     name = "frozen-parameters-in-optimizer"
     stage = "evaluation"
-    symptom = "Some layers never change"
     trainable_share = Threshold(0.5, "more than half of the model is trainable, so it is not a frozen base model")
     nearly_all = Threshold(0.8, "of the model is trainable: a frozen base that is so small is probably a mistake")
     needs = ()
@@ -133,6 +136,8 @@ class FrozenInOptimizer(Detector):
 class FrozenUntrained(Detector):
     """Finds frozen layers whose weights are those of a fresh initialisation.
 
+    Symptom: Fine-tuning is much worse than expected
+
     The frozen layers have the weights of an initialisation and not of a training: the checkpoint was not loaded, as
     with load_state_dict(strict=False) and keys of another prefix, or the model was created again. Print the missing
     and unexpected keys that load_state_dict returns.
@@ -144,7 +149,6 @@ class FrozenUntrained(Detector):
 
     name = "frozen-layers-untrained"
     stage = "set-up"
-    symptom = "Fine-tuning is much worse than expected"
     share = Threshold(0.5, "of the frozen layers; a training leaves no weights uniformly distributed")
     needs = ()
 
@@ -168,6 +172,8 @@ class FrozenUntrained(Detector):
 class DecayedVectors(Detector):
     """Reports biases and norm gains in a group with weight decay.
 
+    Symptom: A question about weight decay
+
     Weight decay also acts on biases and on the gains of normalisation layers, as in AdamW(model.parameters()). Many
     recipes for transformers exclude them; the effect is usually small.
 
@@ -176,7 +182,6 @@ class DecayedVectors(Detector):
 
     name = "weight-decay-on-vectors"
     stage = "evaluation"
-    symptom = "A question about weight decay"
     needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:

@@ -18,6 +18,8 @@ NO_RATE = 1e-4
 class RoundedUpdates(Detector):
     """Finds 16-bit weights whose updates are lost to rounding.
 
+    Symptom: Weights in bfloat16 stop changing
+
     bfloat16 has 8 bits of precision: an update below 0.2 % of a weight is rounded away. Keep float32 weights and
     use autocast, or an optimizer with stochastic rounding.
 
@@ -28,7 +30,6 @@ class RoundedUpdates(Detector):
 
     name = "rounded-updates"
     stage = "updates"
-    symptom = "Weights in bfloat16 stop changing"
     measured = Threshold(0.7, "share of gradient updates that rounding removes")
     expected = Threshold(0.6, "share of weights whose half ulp exceeds the learning rate, for Adam-type optimizers")
     needs = ()
@@ -69,6 +70,8 @@ def _rounds_stochastically(history: History) -> bool:
 class Float16WithoutScaler(Detector):
     """Finds float16 gradients without a loss scaler.
 
+    Symptom: The loss stops falling in float16
+
     Gradients below 6e-8 become 0 in float16, and Adam's eps of 1e-8 as well. Use torch.amp.GradScaler with float32
     weights, or bfloat16.
 
@@ -79,7 +82,6 @@ class Float16WithoutScaler(Detector):
 
     name = "float16-without-scaler"
     stage = "set-up"
-    symptom = "The loss stops falling in float16"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if float16 is used without a scaler."""
@@ -105,6 +107,8 @@ class Float16WithoutScaler(Detector):
 class GradientsNotUnscaled(Detector):
     """Finds updates by gradients that are still multiplied by the loss scale.
 
+    Symptom: The first step with a loss scaler destroys the weights
+
     optimizer.step() is called in place of scaler.step(optimizer), so that the update uses gradients that are
     multiplied by the loss scale.
 
@@ -115,7 +119,6 @@ class GradientsNotUnscaled(Detector):
 
     name = "gradients-not-unscaled"
     stage = "set-up"
-    symptom = "The first step with a loss scaler destroys the weights"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the gradient before the update is that of the backward pass times the scale."""
@@ -143,6 +146,8 @@ def _rate_was_zero(history: History, steps: "np.typing.NDArray[np.int64]") -> bo
 class OptimizerWithoutEffect(Detector):
     """Finds steps of the optimizer that change no weight.
 
+    Symptom: The loss does not change at all
+
     There are gradients and a learning rate, but optimizer.step() changes nothing: zero_grad() is called between
     backward() and step(), or the optimizer holds other tensors than the model.
 
@@ -151,7 +156,6 @@ class OptimizerWithoutEffect(Detector):
 
     name = "optimizer-without-effect"
     stage = "updates"
-    symptom = "The loss does not change at all"
     checks = Threshold(2, "one step may be skipped by a loss scaler")
     waits = True
 

@@ -38,10 +38,9 @@ def test_detector_explains_itself(detector: Detector) -> None:
     """Names, texts, limits, the stage and references to hooks are complete."""
     assert detector.name == detector.name.lower()
     assert " " not in detector.name
-    cause, texts = paragraphs(detector)
-    assert detector.symptom.strip()
-    assert cause.endswith(".")
-    assert texts.keys() <= {"applies to", "source"}
+    texts = paragraphs(detector)
+    assert texts["Cause"].endswith(".")
+    assert texts.keys() >= {"Symptom", "Applies to"}
     assert all(texts.values())
     assert all(limit.reason for limit in detector.thresholds().values())
     assert detector.stage in get_args(Stage)[1:]
@@ -51,7 +50,7 @@ def test_detector_explains_itself(detector: Detector) -> None:
 @pytest.mark.parametrize(("share", "why"), [(0.5, ["50% of the labels are wrong."]), (0.1, []), (math.nan, [])])
 def test_rule_compares_value_with_limit(share: float, why: list[str]) -> None:
     class WrongLabels(Rule):
-        name, symptom = "wrong-labels", "The loss stays high"
+        name = "wrong-labels"
         share = Threshold(0.1, "data sets have a few percent")
         read = staticmethod(median)
         metric, above, usual = "mine/wrong_fraction", "share", "0 to 0.05"
@@ -104,7 +103,6 @@ class Broken(Detector):
     """A detector with an error."""
 
     name = "broken"
-    symptom = "none"
 
     def detect(self, history: History) -> list[Finding]:
         """Divide by zero."""
