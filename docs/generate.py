@@ -42,7 +42,6 @@ LOOPS = ("epoch", "step")
 NEEDS = {
     "needs_grads": "`accumulated_grads`, the mean gradient of the epoch",
     "needs_step_series": "`grad_norm`, `step_losses` and `step_grad_norms`, one value for each step",
-    "needs_loss_graph": "`backward_passes`, what the graph of the loss shows",
     "needs_step_replay": "the random numbers of the step, to repeat its pass",
     "needs_prev_step_grads": "`prev_step_grads`, the gradient of the previous step",
     "needs_pre_epoch_state": "a copy of the training state before the epoch",

@@ -152,7 +152,7 @@ def _training_step(
     """Take one optimizer step on a batch."""
     task = driver.task
     driver.begin_step(batch, index)
-    loss = forward_backward(task, batch, trains=True, before_backward=driver.describe_backward)
+    loss = forward_backward(task, batch, trains=True, before_backward=driver.backward_callback)
     skipped = task.scaler is not None and is_skipped(task)
     driver.after_backward(loss, skipped=skipped)
     if not skipped:

@@ -42,7 +42,7 @@ ORDER = (
         "digests",
     ),
     *("isolation", "data", "training", "hooks", "taps", "lowbit.casts", "lowbit", "engine", "loops", "checkpoints"),
-    *("laboratory", "doctor", "doctor.detectors"),
+    *("laboratory", "doctor", "doctor.senses", "doctor.detectors"),
     *("runs", "report", "console", "laboratory.questions", "integrations", "cli"),
 )
 """The rooms and top-level files of ``framework/``, lowest first: each imports only lower ones."""
@@ -63,7 +63,7 @@ MEASURES = (
     *("training", "hooks", "taps"),
 )
 ALLOWED = {
-    "training_hooks": {"", *MEASURES},
+    "training_hooks": {"", "doctor.senses", *MEASURES},
     "sinks": {"", "option_words", "errors", "optional_packages", "durable_files", "hooks", "runs"},
     "experiments": {
         "",

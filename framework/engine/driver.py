@@ -16,7 +16,7 @@ from ..hooks import EPOCH_END, STEP_POINTS, HookPoint
 from ..state import LoopState, learning_rate_of
 from ..tensors import accumulate, joint_norm, local_shards, unsharded
 from ..training import TrainingTask
-from .backward_recorder import BackwardRecorder
+from .backward_calls import BackwardCalls
 from .hook_set import HookSet
 from .manager import HookManager
 from .metric_delivery import QueueLength
@@ -34,9 +34,9 @@ class Driver:
         self.task, self.manager, self.loop = task, manager, manager.state.loop
         self._hooks, self._taps = manager.hooks, manager.taps
         self._recorder = GradientRecorder(task, manager.hooks)
-        self._backward_recorder = BackwardRecorder(task, manager.hooks)
-        self.describe_backward = self.before_backward if self._backward_recorder.is_needed else None
-        """:meth:`before_backward`, or ``None`` if no hook needs descriptions of backward passes."""
+        self._backward_calls = BackwardCalls(task, manager.hooks)
+        self.backward_callback = self.before_backward if self._backward_calls.are_needed else None
+        """:meth:`before_backward`, or ``None`` if no hook is called before backward passes."""
         self._saves_streams = manager.hooks.listeners.any_has("needs_step_replay")
         self._checked_first_batch = False
         self.can_cancel_steps = False
@@ -78,8 +78,8 @@ class Driver:
         loop.step += 1
         loop.batch, loop.batch_idx, loop.loss = batch, index, None
         loop.prev_step_grads, loop.current_grads = loop.current_grads, None
-        if self._backward_recorder.is_needed:
-            self._backward_recorder.begin_step(loop)
+        if self._backward_calls.are_needed:
+            self._backward_calls.begin_step(loop)
         has_listeners = self._hooks.listeners.at[PRE_STEP]
         if has_listeners and self.can_cancel_steps:
             self._before_step = self._hooks.memory_at(PRE_STEP), self.manager.delivery.mark_steps()
@@ -104,15 +104,15 @@ class Driver:
             self.manager.delivery.drop_steps_after(mark)
 
     def before_backward(self, loss: Tensor, *, divisor: float = 1.0, is_scaled: bool = False) -> None:
-        """Describe the backward pass of a micro-batch, for hooks that need it, from its ``loss`` with the graph.
+        """Call the hooks that read the ``loss`` of a micro-batch, with its graph, before the backward pass.
 
         Args:
             loss: the tensor of which the gradients are computed next.
             divisor: a number by which the trainer still divides the loss.
             is_scaled: the loss scaler has already multiplied the loss.
         """
-        if self._backward_recorder.is_needed:
-            self._backward_recorder.record(self.loop, loss, divisor, is_scaled=is_scaled)
+        if self._backward_calls.are_needed:
+            self._backward_calls.call(self.loop, loss, divisor, is_scaled=is_scaled)
 
     def after_backward(self, loss: Tensor | None, *, skipped: bool = False) -> None:
         """Record the detached ``loss``, if known, and fire POST_BACKWARD; gradients are complete and unscaled."""

@@ -6,8 +6,18 @@ from traceback import extract_tb, walk_tb
 from typing import Any
 
 from ..errors import StateMutationError, nearest, source_location
-from ..hooks import SET_AT, HookPoint, InterventionHook, ModelDataContext, RunDataContext, RunInfo, TrainingHook
+from ..hooks import (
+    SET_AT,
+    BackwardContext,
+    HookPoint,
+    InterventionHook,
+    ModelDataContext,
+    RunDataContext,
+    RunInfo,
+    TrainingHook,
+)
 
+CONTEXTS = (RunDataContext, ModelDataContext, BackwardContext, RunInfo)
 NO_GRADIENTS = "Hooks run without gradients: call ctx.compute_batch_gradients(batch), or enter torch.enable_grad()."
 # Alternatives without side effects, by words of the tripwire's message that identify the changed state.
 ALTERNATIVES = {
@@ -47,7 +57,7 @@ def advice_on_mutation(hook: TrainingHook, where: str, error: StateMutationError
 
 def advice_on_error(hook: TrainingHook, error: BaseException) -> str:
     """Return advice about an error of a hook, or an empty text if the error suffices."""
-    if isinstance(error, AttributeError) and isinstance(error.obj, (RunDataContext, ModelDataContext, RunInfo)):
+    if isinstance(error, AttributeError) and isinstance(error.obj, CONTEXTS):
         return nearest(str(error.name), [name for name in dir(error.obj) if not name.startswith("_")]).strip()
     if isinstance(error, RuntimeError) and "does not require grad" in str(error):
         return NO_GRADIENTS

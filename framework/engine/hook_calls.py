@@ -225,7 +225,6 @@ class HookCalls:
             step_losses=losses,
             step_grad_norms=grad_norms,
             grad_norm=newest_norm,
-            backward_passes=loop.backward_passes if at_step else (),
             prev_step_grads=None if previous is None or not at_step else MappingProxyType(previous),
             reference_weights=self._reference_weights,
         )

@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..errors import (
@@ -160,17 +161,25 @@ class HookSet:
             return self._call_safely(hook, where, step, partial(self._run_in_gate, call, function))
 
     def call_tap(self, hook: TrainingHook, target: str, function: Callable[[], Result]) -> Result | None:
-        """Call the function of a tap during a pass of the run: checked for mutations, but never rolled back."""
-        where, step = f"tap on {target!r}", self._state.loop.step
-        call = _call_type(type(hook))(hook.name, where, step)
+        """Call the function of a tap during a pass of the run."""
+        return self._call_in_pass(hook, f"tap on {target!r}", function)
+
+    def call_before_backward(self, hook: TrainingHook, function: Callable[[], None]) -> None:
+        """Call a hook between a forward and a backward pass of the run, without gradient tracking."""
+        with torch.no_grad(), self._taps.disabled():
+            self._call_in_pass(hook, "before_backward", function)
+
+    def _call_in_pass(self, hook: TrainingHook, where: str, function: Callable[[], Result]) -> Result | None:
+        """Call the code of a hook during a pass of the run: checked for mutations, but never rolled back."""
+        call = _call_type(type(hook))(hook.name, where, self._state.loop.step)
         if self._offload is not None:
             function = partial(self._offload.call, hook, function)
 
-        def run_tap() -> Result:
+        def run_in_pass() -> Result:
             with self.profiler.section(hook.name), attention_not_read():
                 return self.isolation.observe_in_pass(call, function)
 
-        return self._call_safely(hook, call.where, call.step, run_tap)
+        return self._call_safely(hook, call.where, call.step, run_in_pass)
 
     def run_isolated(self, name: str, where: str, function: Callable[[], Result]) -> Result:
         """Run code that is not a hook, such as the evaluation, isolated like an observer; requires a visit."""

@@ -71,11 +71,16 @@ class Listeners:
                 by_point[point].append(Listener(hook, point, window))
         self.at = [sorted(listeners, key=attrgetter("rank")) for listeners in by_point]
         """The listeners by hook point. A point without listeners costs only this lookup."""
+        self.of_backward_passes = [
+            hook for hook in hooks if type(hook).before_backward is not TrainingHook.before_backward and self.of(hook)
+        ]
+        """The hooks that are called before backward passes."""
 
     def drop(self, hook: TrainingHook) -> None:
         """Remove all listeners of a hook."""
         self.at = [[listener for listener in listeners if listener.hook is not hook] for listeners in self.at]
         self.of_evaluations = [listener for listener in self.of_evaluations if listener.hook is not hook]
+        self.of_backward_passes = [other for other in self.of_backward_passes if other is not hook]
 
     def postpone(self, flag: str, points: Iterable[HookPoint], epoch: int) -> None:
         """Delay hooks with the ``flag`` at ``points`` until ``epoch``, and warn about those due in the epoch before."""
@@ -98,13 +103,9 @@ class Listeners:
             for listener in self.at[point]
         )
 
-    def any_scheduled(self, flag: str, epoch: int, step: int) -> bool:
-        """Return whether ``step`` is in the ``step_schedule`` of a hook with the ``flag``; its points do not matter."""
-        return any(
-            getattr(listener.hook, flag) and listener.in_window(epoch) and listener.hook.step_schedule.is_due(step)
-            for listeners in self.at
-            for listener in listeners
-        )
+    def is_scheduled(self, hook: TrainingHook, epoch: int, step: int) -> bool:
+        """Return whether ``step`` is in the ``step_schedule`` of a hook; its points do not matter."""
+        return hook.step_schedule.is_due(step) and any(item.in_window(epoch) for item in self.of(hook))
 
     def any_has(self, flag: str) -> bool:
         """Return whether any hook with a listener has the ``flag``."""

@@ -377,9 +377,7 @@ class HookManager:
         loop = self.state.loop
 
         def is_due() -> bool:
-            if not hook.step_schedule.is_due(loop.step):
-                return False
-            return any(item.in_window(loop.epoch) for item in self.hooks.listeners.of(hook))
+            return self.hooks.listeners.is_scheduled(hook, loop.epoch, loop.step)
 
         commits = hook.commits if isinstance(hook, InterventionHook) else ()
         call = partial(self.hooks.call_tap, hook)

@@ -2,26 +2,57 @@
 
 from .alerts import ALERTS, LARGEST_STEP, SEVERITIES, Alert, AlertNotice, Recovery, Severity, alert_fields
 from .attention_calls import AttentionCall, FusedCall, ScoreBlock, WrittenCall
-from .backward_passes import BackwardPass
 from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
 from .class_checks import hook_options
 from .commits import Clipping, StatePart, UndeclaredCommitError
 from .contexts import (
-    ENDLESS, SET_AT, ForwardResult, MetricInfo, MetricPanel, ObserverServices, OptimizerGroup, RunDataContext, RunInfo,
+    ENDLESS,
+    SET_AT,
+    BackwardContext,
+    ForwardResult,
+    MetricInfo,
+    MetricPanel,
+    ObserverServices,
+    OptimizerGroup,
+    RunDataContext,
+    RunInfo,
     metric_table,
 )
 from .groups import GROUPS, KEYWORDS, always_on, bulk_hooks, hook_groups, hook_kind, select_hooks
 from .hook_points import (
-    ALWAYS, EPOCH_END, EVERY_STEP, STEP_POINTS, EpochWindow, HookPoint, LoopType, StepSchedule, windows_for,
+    ALWAYS,
+    EPOCH_END,
+    EVERY_STEP,
+    STEP_POINTS,
+    EpochWindow,
+    HookPoint,
+    LoopType,
+    StepSchedule,
+    windows_for,
 )
 from .metrics import Metrics, MetricSink, MetricValue, Series, as_float
 from .model_data_context import ExpiredError, ModelDataContext, ReadOnlyError
 from .registries import (
-    ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, build_hooks, create_sinks, options_of,
-    refuse_idle_options, without_duplicates,
+    ConfiguredHook,
+    ExperimentRegistry,
+    HookRegistry,
+    SinkRegistry,
+    build_hooks,
+    create_sinks,
+    options_of,
+    refuse_idle_options,
+    without_duplicates,
 )
 from .taps import (
-    AttentionTap, ForwardCall, ForwardTap, GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner,
+    AttentionTap,
+    ForwardCall,
+    ForwardTap,
+    GradientTap,
+    OnGradient,
+    QuantizationTap,
+    Quantized,
+    Tap,
+    TapOwner,
 )
 
 __all__ = [
@@ -40,7 +71,7 @@ __all__ = [
     "AlertNotice",
     "AttentionCall",
     "AttentionTap",
-    "BackwardPass",
+    "BackwardContext",
     "Clipping",
     "ConfiguredHook",
     "DebugInterventionHook",

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..errors import UsageError
 from .alerts import Alert
 from .commits import StatePart
-from .contexts import MetricInfo, MetricPanel, RunDataContext, RunInfo, metric_table
+from .contexts import BackwardContext, MetricInfo, MetricPanel, RunDataContext, RunInfo, metric_table
 from .hook_points import EVERY_STEP, HookPoint, LoopPoints, StepSchedule
 from .metrics import Metrics
 from .taps import Tap
@@ -163,8 +163,6 @@ class TrainingHook(Remembering, ABC):
     needs_grads: ClassVar[bool] = False
     needs_prev_step_grads: ClassVar[bool] = False
     needs_step_series: ClassVar[bool] = False
-    needs_loss_graph: ClassVar[bool] = False
-    """The hook reads :attr:`RunDataContext.backward_passes`, on the steps of its ``step_schedule``."""
     needs_step_replay: ClassVar[bool] = False
     """The hook repeats the pass of a step with its random numbers (:meth:`RunDataContext.replayed`)."""
     needs_pre_epoch_state: ClassVar[bool] = False
@@ -231,6 +229,17 @@ class TrainingHook(Remembering, ABC):
 
     def check(self, values: Mapping[str, Any], step: int) -> Iterable[Alert] | None:
         """Check the metrics of one call, as host values, and return alerts about them."""
+
+    def before_backward(self, ctx: BackwardContext) -> None:
+        """Read the loss of a micro-batch, its autograd graph, or the gradients, right before the backward pass.
+
+        A hook that defines this method keeps what it needs until its hook point of the step. It is called on the steps
+        of ``step_schedule``, in the epochs in which the hook is called at any point, and at other steps for the first
+        loss on the CPU that is NaN or infinite. It is not called in a loop that runs backward itself.
+
+        The call runs like :meth:`compute`, but on all steps between a forward and a backward pass: do not differentiate
+        the loss, whose graph the run still needs, and keep no reference to it, which would keep all activations alive.
+        """
 
     def taps(self, model: nn.Module) -> Iterable[Tap]:
         """Return taps, which read or replace gradients during the backward pass, or count quantisations.

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from ..errors import UsageError
 from ..names import as_names
-from .backward_passes import BackwardPass
 from .hook_points import EPOCH_END, STEP_POINTS, HookPoint
 
 if TYPE_CHECKING:
@@ -247,6 +246,30 @@ def quickly_created(kind: type[Created]) -> type[Created]:
     return kind
 
 
+@dataclass(frozen=True, kw_only=True)
+class BackwardContext:
+    """The argument of :meth:`TrainingHook.before_backward`: the backward pass of a micro-batch that starts next."""
+
+    epoch: int
+    step: int
+    index: int
+    """Number of backward passes of the step before this one."""
+    loss: Tensor = field(repr=False)
+    """The tensor of which the gradients are computed, with its graph: zero-dimensional."""
+    divisor: float
+    """Number by which the trainer still divides the loss."""
+    is_scaled: bool
+    """Whether a loss scaler has multiplied the loss."""
+    is_due: bool = True
+    """Whether the step is in the ``step_schedule`` of the hook. If not, this loss is the first one that is NaN or
+    infinite, perhaps on this rank alone, so that the hook must not use collective operations."""
+    parameters: Mapping[str, nn.Parameter] = field(repr=False)
+    """The parameters of the model by name, as between two steps: under FSDP2 the model itself has gathered copies
+    without gradients now. Empty if no hook is due."""
+    ranks: "Ranks" = field(repr=False)
+    """The ranks that train together."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverServices:
     """Functions behind the methods of :class:`RunDataContext`; created once per run."""
@@ -305,9 +328,6 @@ class RunDataContext:
     grad_norm: Tensor | None = None
     """Joint Euclidean norm of the step's gradients at POST_BACKWARD, before clipping: a zero-dimensional tensor,
     float64 (``needs_step_series``)."""
-    backward_passes: tuple[BackwardPass, ...] = ()
-    """Descriptions of the backward passes of the step, one for each micro-batch, on the steps of the ``step_schedule``
-    of hooks with ``needs_loss_graph``. Empty if the loop runs backward itself."""
     prev_step_grads: Mapping[str, Tensor] | None = None
     """Gradient of the previous step at POST_BACKWARD, by parameter name (``needs_prev_step_grads``)."""
     reference_weights: Mapping[str, Tensor] | None = None
@@ -391,7 +411,6 @@ SET_AT: Mapping[str, tuple[tuple[HookPoint, ...], str, str]] = {
     "step_losses": (EPOCH_END, "needs_step_series", ""),
     "step_grad_norms": (EPOCH_END, "needs_step_series", ""),
     "grad_norm": (_STEPS[1:], "needs_step_series", "if the loss is known"),
-    "backward_passes": (_STEPS[1:], "needs_loss_graph", "if the loop passes its loss to loopscope"),
     "prev_step_grads": (_STEPS, "needs_prev_step_grads", "from the second step on"),
     "reference_weights": (tuple(HookPoint), "uses_reference_weights", "with a reference solution"),
 }

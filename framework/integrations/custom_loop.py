@@ -408,9 +408,12 @@ class CustomLoop(Transient):
         self._is_in_closure_step = self._is_updating = True
 
     def _before_backward(self, loss: Tensor) -> None:
-        """Describe the pass that starts next; an Accelerator divides the loss by the number of micro-batches itself."""
+        """Call hooks before the next pass; an Accelerator divides the loss by the number of micro-batches itself."""
+        if self._driver.backward_callback is None:
+            return
         count = 1 if self._accelerator is None else self._accelerator.gradient_accumulation_steps
-        self._driver.before_backward(loss, divisor=count)
+        with self._hook_calls:
+            self._driver.before_backward(loss, divisor=count)
 
     def _run_backward(self, loss: Tensor, options: dict[str, Any]) -> None:
         self._is_in_backward = True

@@ -238,8 +238,9 @@ class TrainerEvents(TrainerCallback):
         return loss
 
     def _on_backward(self, backward: Callable[..., None], loss: Tensor, **options: Any) -> None:
-        """Describe the backward pass of a micro-batch; the accelerator may divide the loss itself."""
-        self.attached.driver.before_backward(loss, divisor=self._trainer.accelerator.gradient_accumulation_steps)
+        """Call the hooks before the backward pass of a micro-batch; the accelerator may divide the loss itself."""
+        with self.attached.hook_calls:
+            self.attached.driver.before_backward(loss, divisor=self._trainer.accelerator.gradient_accumulation_steps)
         backward(loss, **options)
 
     def _on_evaluation(self, evaluate: Callable[..., Any], *inputs: Any, **options: Any) -> Any:

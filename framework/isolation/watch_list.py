@@ -294,7 +294,7 @@ def step_tensors(values: Iterable[Any]) -> tuple[Tensor, ...]:
             items = value.values() if kind is dict else value
             if _PLAIN.issuperset(map(type, items)):
                 tensors += items
-            elif not all(map(_holds_no_tensor, items)):
+            elif not ATOMS.issuperset(map(type, items)):
                 tensors += tensors_of(value)
         elif kind in _PLAIN:
             tensors.append(value)
@@ -314,13 +314,6 @@ def contents_of_batch(batch: Any) -> tuple[Any, ...]:
     if kind is dict and _PLAIN.issuperset(map(type, batch.values())):
         return (*batch,)
     return batch_contents(batch)
-
-
-def _holds_no_tensor(value: Any) -> bool:
-    """Return whether a value is plain, or a tuple of plain values such as a :class:`.BackwardPass`."""
-    if isinstance(value, tuple):
-        return ATOMS.issuperset(map(type, value)) or all(map(_holds_no_tensor, value))
-    return type(value) in ATOMS
 
 
 def _contents_of_each(contents: Sequence[Any], kinds: Sequence[type] | None) -> Sequence[Any]:

@@ -56,8 +56,6 @@ class LoopState:
     accumulated_grads: dict[str, Tensor] | None = None
     prev_step_grads: dict[str, Tensor] | None = None
     current_grads: dict[str, Tensor] | None = None
-    backward_passes: tuple[Any, ...] = ()
-    """A ``BackwardPass`` for each micro-batch of the step."""
     pre_epoch: Any = None
     """The state copy taken at PRE_EPOCH, or at the start of an interval of the step loop. Hooks never receive it, so
     the guardian need not copy it."""
@@ -77,7 +75,7 @@ class LoopState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything except what belongs to a step, and the pre-epoch state copy, which is taken again."""
-        of_step = ("batch", "pre_epoch", "batch_idx", "loss", "backward_passes")
+        of_step = ("batch", "pre_epoch", "batch_idx", "loss")
         return {name: value for name, value in vars(self).items() if name not in of_step}
 
 

@@ -481,7 +481,7 @@ def differing(previous: Mapping[str, int], current: Mapping[str, int]) -> list[s
 
 ON_DEMAND = (
     *("gradient_sum", "gradient_steps", "accumulated_grads", "prev_step_grads", "current_grads"),
-    *("step_series", "series_steps", "pre_epoch", "has_unreported_evaluation", "backward_passes"),
+    *("step_series", "series_steps", "pre_epoch", "has_unreported_evaluation"),
 )
 
 

@@ -49,7 +49,7 @@ def seen(loop: str, *, wanted: bool) -> list[tuple[HookPoint, int, dict[str, boo
         values = {name: getattr(ctx, name) for name in FIELDS}
         set_fields.append((ctx.hook_point, ctx.step, {name: is_set(value) for name, value in values.items()}))
 
-    flags = ("needs_grads", "needs_step_series", "needs_prev_step_grads", "needs_loss_graph")
+    flags = ("needs_grads", "needs_step_series", "needs_prev_step_grads")
     needs = dict.fromkeys(flags, wanted)
     spy = at(SpyHook, *HookPoint, **needs)(probe)
     weight = {"0.weight": torch.ones(1)}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from loopscope.hooks import BackwardPass
+from loopscope.doctor.senses import BackwardPass
 
 PASS_METRICS = {
     "constant_loss": "constant_loss",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from loopscope.hooks import BackwardPass
+from loopscope.doctor.senses import BackwardPass
 from torch import Tensor
 
 from .batch_facts import BatchPart

@@ -1,14 +1,15 @@
 """Measurements that show the common mistakes of training scripts."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
+from loopscope.doctor.senses import BackwardPass, BackwardRecorder
 from loopscope.errors import require
-from loopscope.hooks import EVERY_STEP, Metrics, RunInfo
+from loopscope.hooks import EVERY_STEP, BackwardContext, Metrics, RunInfo
 from loopscope.tensors import joint_norm, live_gradients, trainable, unsharded
 from torch import Tensor, nn
 
@@ -68,7 +69,6 @@ class TrainingChecks(TrainingHook):
     hook_points = frozenset({HookPoint.POST_BACKWARD, HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
     in_health = True
     needs_step_series = True
-    needs_loss_graph = True
     metrics = """
         loss | L, the loss of the step; reported every step | (−∞, ∞)
             | Compare the first values with uniform_loss. NaN: the run is broken.
@@ -259,6 +259,7 @@ class TrainingChecks(TrainingHook):
     _batches = Remembered(int)  # checked batches with targets
     _single_class_batches = Remembered(int)
     _rows = Remembered(SeenRows)
+    _passes = Remembered(BackwardRecorder, saved=False)
     # Values between the points of one step, and that step
     _step = Remembered(0, saved=False)
     _with_gradient = Remembered(list[str], saved=False)
@@ -282,6 +283,10 @@ class TrainingChecks(TrainingHook):
         self._sizes = exact_norms({name: item for name, item in trainable(run.model).items() if not item.is_meta})
         self._budget.check_names(trainable(run.model))
 
+    def before_backward(self, ctx: BackwardContext) -> None:
+        """Describe the loss of a micro-batch, for the metrics at POST_BACKWARD."""
+        self._passes.record(ctx)
+
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Measure at POST_BACKWARD; keep the weights at PRE_UPDATE, and measure the update at POST_STEP."""
         if ctx.hook_point is HookPoint.PRE_UPDATE:
@@ -299,7 +304,7 @@ class TrainingChecks(TrainingHook):
             metrics |= self._check(ctx)
             return metrics
         self._note_between(ctx)
-        return metrics | nonfinite_facts(ctx.backward_passes)  # of the first loss that is not finite
+        return metrics | nonfinite_facts(self._passes.of(ctx.step))  # of the first loss that is not finite
 
     def _note_between(self, ctx: RunDataContext) -> None:
         """Note what a step between two checks shows."""
@@ -331,21 +336,21 @@ class TrainingChecks(TrainingHook):
         self._checks += 1
         self._step, self._copy = ctx.step, None
         parameters = {name: value for name, value in trainable(ctx.model).items() if not value.is_meta}
-        parts = parts_of(ctx.batch_data)
+        parts, passes = parts_of(ctx.batch_data), self._passes.of(ctx.step)
         self._norm = joint_norm(live_gradients(parameters.values())) if ctx.grad_norm is None else ctx.grad_norm
         metrics = self._frozen_metrics(ctx.model)
         held = {name for group in ctx.optimizer_groups for name in group.names}
-        metrics |= self._gradient_metrics(parameters, held) | self._precision_metrics(ctx, parameters)
+        metrics |= self._gradient_metrics(parameters, held) | self._precision_metrics(ctx, parameters, passes)
         rows = len(parts[0].inputs) if parts else 0
-        facts = loss_facts(ctx.backward_passes, rows)
-        if ctx.backward_passes:
-            facts["leftover_gradient_count"] = len(ctx.backward_passes[0].leftover_gradients)
-        if len(ctx.backward_passes) > 1 and self._with_gradient and not ctx.ranks.shards:
-            lost = {*self._with_gradient} - {*ctx.backward_passes[1].accumulated_gradients}
+        facts = loss_facts(passes, rows)
+        if passes:
+            facts["leftover_gradient_count"] = len(passes[0].leftover_gradients)
+        if len(passes) > 1 and self._with_gradient and not ctx.ranks.shards:
+            lost = {*self._with_gradient} - {*passes[1].accumulated_gradients}
             facts["lost_gradient_fraction"] = len(lost) / len(self._with_gradient)
         if "look_ahead_fraction" in facts:
-            facts |= token_facts(parts, ctx.backward_passes)
-        metrics |= facts | self._data_metrics(parts, ctx) | module_modes(ctx.model)
+            facts |= token_facts(parts, passes)
+        metrics |= facts | self._data_metrics(parts, passes, ctx.epoch) | module_modes(ctx.model)
         return metrics
 
     def _frozen_metrics(self, model: nn.Module) -> Numbers:
@@ -396,15 +401,16 @@ class TrainingChecks(TrainingHook):
         self._moved = [*self._moved, *(name for name in sizes if self._sizes.get(name, sizes[name]) != sizes[name])]
         self._sizes |= sizes
 
-    def _precision_metrics(self, ctx: RunDataContext, parameters: Mapping[str, nn.Parameter]) -> Numbers:
+    def _precision_metrics(
+        self, ctx: RunDataContext, parameters: Mapping[str, nn.Parameter], passes: Sequence[BackwardPass]
+    ) -> Numbers:
         has_parameter = any(parameter.dtype is torch.float16 for parameter in parameters.values())
-        is_used = has_parameter or any(one.is_float16 for one in ctx.backward_passes)
+        is_used = has_parameter or any(one.is_float16 for one in passes)
         scale = {} if ctx.loss_scale is None else {"loss_scale": ctx.loss_scale}
         return {"float16_used": int(is_used), **scale}
 
-    def _data_metrics(self, parts: list[BatchPart], ctx: RunDataContext) -> Numbers:
+    def _data_metrics(self, parts: list[BatchPart], passes: Sequence[BackwardPass], epoch: int) -> Numbers:
         """Return the metrics of inputs and targets; padding only if the loss counts all of its targets alike."""
-        passes = ctx.backward_passes
         ignored = passes[0].ignore_index if passes else IGNORED
         targets = target_facts(parts, ignored)
         if not passes or not all(map(reduces_targets_alike, passes)):
@@ -418,7 +424,7 @@ class TrainingChecks(TrainingHook):
             targets["target_class_count"] = max(one.target_classes or 0 for one in passes)
         if passes and passes[0].class_count > ignored >= 0:
             targets |= inside_facts(parts, ignored)
-        metrics = input_facts(parts) | targets | end_facts(parts) | self._rows.add(parts, ctx.epoch)
+        metrics = input_facts(parts) | targets | end_facts(parts) | self._rows.add(parts, epoch)
         if "target_class_count" in targets:
             self._batches += 1
             self._single_class_batches += targets["target_class_count"] == 1

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from loopscope.engine.loss_graph import describe_loss
-from loopscope.hooks import BackwardPass
+from loopscope.doctor.senses import BackwardPass
+from loopscope.doctor.senses.loss_graph import describe_loss
 from loopscope.training_hooks.checks.loss_facts import averages, is_summed, loss_facts
 from torch import Tensor
 from torch.nn import functional as F

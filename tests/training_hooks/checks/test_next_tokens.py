@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loopscope.hooks import BackwardPass
+from loopscope.doctor.senses import BackwardPass
 from loopscope.training_hooks.checks.batch_facts import BatchPart
 from loopscope.training_hooks.checks.next_tokens import token_facts
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Descriptions of backward passes in the context of hooks, in all loops."""
+"""Descriptions of backward passes, in all loops."""
 
 import weakref
 from pathlib import Path
@@ -7,25 +7,16 @@ from typing import Any
 import pytest
 import torch
 from loopscope import attach
-from loopscope.engine import backward_recorder
-from loopscope.engine.backward_recorder import with_gradient
-from loopscope.engine.loss_graph import describe_loss
+from loopscope.doctor.senses import BackwardPass, backward_recorder
+from loopscope.doctor.senses.backward_recorder import with_gradient
+from loopscope.doctor.senses.loss_graph import describe_loss
 from loopscope.errors import RunNotice
-from loopscope.hooks import BackwardPass, HookPoint, StepSchedule
+from loopscope.hooks import HookPoint, StepSchedule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support import LOOPS, Case, SpyHook, at, train
-
-Passes = dict[int, tuple[BackwardPass, ...]]
-
-
-def reader(passes: Passes, **options: Any) -> SpyHook:
-    """Return a hook that stores the descriptions by step."""
-    hook: SpyHook = at(SpyHook, HookPoint.POST_BACKWARD, needs_loss_graph=True, **options)(
-        lambda ctx: passes.__setitem__(ctx.step, ctx.backward_passes)
-    )
-    return hook
+from tests.framework.doctor.senses.loss_reader import LossReader, Passes
+from tests.support import LOOPS, Case, SpyHook, train
 
 
 def three_steps(folder: Path, hook: SpyHook, accumulate: int = 1, *, zeroes: bool = True) -> None:
@@ -44,7 +35,7 @@ def three_steps(folder: Path, hook: SpyHook, accumulate: int = 1, *, zeroes: boo
 @pytest.mark.parametrize("loop", LOOPS)
 def test_experiment_loops_describe_each_micro_batch(loop: str) -> None:
     passes: Passes = {}
-    train(Case(loop=loop), [reader(passes)], steps=6, accumulation_steps=2)
+    train(Case(loop=loop), [LossReader(passes)], steps=6, accumulation_steps=2)
     assert sorted(passes) == [1, 2, 3, 4, 5, 6]
     assert all(len(described) == 2 for described in passes.values())
     # a micro-batch's loss is weighted by its share of the rows
@@ -57,21 +48,21 @@ def test_descriptions_follow_the_step_schedule() -> None:
     passes: Passes = {}
     schedule = StepSchedule(mode="stride", every_n_steps=3)
     every_step = {HookPoint.POST_BACKWARD: StepSchedule()}
-    train(Case(), [reader(passes, step_schedule=schedule, point_schedules=every_step)], steps=6)
+    train(Case(), [LossReader(passes, step_schedule=schedule, point_schedules=every_step)], steps=6)
     assert [bool(passes[step]) for step in range(1, 7)] == [True, False, False, True, False, False]
 
 
 def test_custom_loop_reports_gradients_that_nothing_zeroes(tmp_path: Path) -> None:
     for zeroes, expected in ((True, ()), (False, ("weight", "bias"))):
         passes: Passes = {}
-        three_steps(tmp_path / str(zeroes), reader(passes), zeroes=zeroes)
+        three_steps(tmp_path / str(zeroes), LossReader(passes), zeroes=zeroes)
         assert [passes[step][0].leftover_gradients for step in (1, 2, 3)] == [(), expected, expected]
         assert passes[2][0].reduction == "sum"
 
 
 def test_second_micro_batches_add_to_gradients(tmp_path: Path) -> None:
     passes: Passes = {}
-    three_steps(tmp_path, reader(passes), accumulate=2)
+    three_steps(tmp_path, LossReader(passes), accumulate=2)
     assert [len(described) for described in passes.values()] == [2, 2, 2]
     assert not any(one.leftover_gradients for described in passes.values() for one in described)
     assert all(first.accumulated_gradients == () for first, _ in passes.values())
@@ -82,7 +73,7 @@ def test_first_evaluation_of_a_closure_is_described(tmp_path: Path) -> None:
     passes: Passes = {}
     model = nn.Linear(3, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    with attach(model, optimizer, hooks=[reader(passes)], out=tmp_path, display="none") as scope:
+    with attach(model, optimizer, hooks=[LossReader(passes)], out=tmp_path, display="none") as scope:
         for batch in scope.batches([torch.ones(4, 3), torch.zeros(4, 3)]):
 
             def closure(batch: Tensor = batch) -> Tensor:
@@ -99,7 +90,7 @@ def test_gradients_computed_by_the_loop_have_no_description(tmp_path: Path) -> N
     passes: Passes = {}
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(model, optimizer, hooks=[reader(passes)], out=tmp_path, display="none") as scope:
+    with attach(model, optimizer, hooks=[LossReader(passes)], out=tmp_path, display="none") as scope:
         for batch in scope.batches([torch.ones(4, 3)]):
             model(batch).sum().backward()
             scope.gradients_ready()
@@ -155,6 +146,6 @@ def test_unreadable_graph_costs_only_its_facts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(backward_recorder, "describe_loss", fail)
     passes: Passes = {}
     with pytest.warns(RunNotice, match="graph of the loss cannot be read") as notices:
-        train(Case(), [reader(passes)], steps=3)
+        train(Case(), [LossReader(passes)], steps=3)
     assert len([item for item in notices if "TypeError: an unknown node" in str(item.message)]) == 1
     assert passes == dict.fromkeys((1, 2, 3), (BackwardPass(),))

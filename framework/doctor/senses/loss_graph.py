@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hooks import BackwardPass
+from .backward_passes import BackwardPass
 
 MOST_NODES = 12
 """Length of the path."""

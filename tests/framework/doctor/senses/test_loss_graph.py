@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.engine.loss_graph import describe_loss
+from loopscope.doctor.senses.loss_graph import describe_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -1,0 +1,6 @@
+"""What the doctor reads of a training in progress: the graph of the loss, and the modes of evaluations."""
+
+from .backward_passes import BackwardPass
+from .backward_recorder import BackwardRecorder
+
+__all__ = ["BackwardPass", "BackwardRecorder"]
