@@ -1,7 +1,7 @@
 """The hook manager: the interface between a training loop and the hooks of one strategy's run."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,6 @@ from ..hooks import (
     InterventionHook,
     MetricSink,
     RunInfo,
-    Severity,
     StatePart,
     Tap,
     TapOwner,
@@ -36,7 +35,7 @@ from ..state import TrainingState, optimizers_of
 from ..taps import TapSet
 from ..training import LossProbe, ObservedPass, Profiler, TrainingTask, without_graph
 from .commits import refuse_commits_for_closures
-from .evaluation_dropout import ActiveDropout, EvaluationDropout
+from .evaluations import EvaluationListener
 from .failures import HookFailures, OnError
 from .hook_calls import HookCalls, optimizer_groups, with_gradients_borrowed
 from .hook_set import HookSet
@@ -70,6 +69,7 @@ class HookManager:
         profile: measure time and memory of every hook.
         offload_state: keep the state of hooks on the CPU between calls.
         reference_weights: the weights of a reference solution by parameter name, with the placement of the model's.
+        evaluation_listeners: observers of the evaluations in eval mode, whose alerts go to the sinks.
     """
 
     _started = _ended = False
@@ -91,6 +91,7 @@ class HookManager:
         profile: bool = False,
         offload_state: bool = False,
         reference_weights: Mapping[str, torch.Tensor] | None = None,
+        evaluation_listeners: Sequence[EvaluationListener] = (),
     ) -> None:
         named = without_duplicates(hooks)
         refuse_commits_for_closures(treatments(named), task.optimizer)
@@ -103,7 +104,6 @@ class HookManager:
             state, audit=audit, check_every_call=check_every_call, guardian_device=guardian_device
         )
         self.profiler = Profiler(enabled=profile)
-        self._evaluation_dropout = EvaluationDropout(task.model)
         self.taps = TapSet(task.model, audit=audit, compiled=task.compiled)
         failures = HookFailures(on_error, {hook.name for hook in named} if required is None else set(required))
         for sentence in left_out.values():
@@ -128,6 +128,7 @@ class HookManager:
         self.save_step_streams = self._hook_calls.save_step_streams
         self.call_between_steps = self._hook_calls.call_between_steps
         self._reference_weights = reference_weights
+        self._evaluation_listeners = evaluation_listeners
         self._lacks: Mapping[str, str] = {}
         self.observed_first_pass: ObservedPass | None = None
         """The pass that hooks share at their start, once it has run."""
@@ -258,30 +259,21 @@ class HookManager:
 
         def run_in_eval_mode() -> Result:
             compute = partial(with_gradients_borrowed, self.state, partial(function, self.task.model))
-            with self._evaluation_dropout.watched() as active:
-                result = without_graph(name, compute, restored, self.task.differentiating)
-            found.append(active)
-            return result
+            with ExitStack() as stack:
+                for listener in self._evaluation_listeners:
+                    stack.enter_context(listener.watched())
+                return without_graph(name, compute, restored, self.task.differentiating)
 
-        found = list[ActiveDropout]()
         result = self.run_isolated(name, run_in_eval_mode)
-        if self.task.ranks.is_main:
-            for active in found:
-                self._report_dropout(active)
+        for listener in self._evaluation_listeners:
+            for alert in listener.alerts(self.state.loop.step):
+                self.report_about_evaluation(alert)
         return result
 
-    def _report_dropout(self, active: ActiveDropout) -> None:
-        """Report dropout that is active in eval mode."""
-        functions = "The model calls functions that drop elements in eval mode, too"
-        modules = "The model drops elements in eval mode, too, in modules that model.eval() does not reach"
-        self._alert_dropout("active_dropout", functions, active.functions, "warning")
-        self._alert_dropout("unregistered_dropout", modules, active.unregistered, "info")  # a consequence
-
-    def _alert_dropout(self, metric: str, sentence: str, names: Set[str], severity: Severity) -> None:
-        if names:
-            loop, text = self.state.loop, f"{sentence}: {', '.join(sorted(names))}."
-            alert = Alert(text, metric=metric, step=loop.step, severity=severity, id="dropout-in-evaluation")
-            self.delivery.report(alert, "evaluation", loop.epoch)
+    def report_about_evaluation(self, alert: Alert) -> None:
+        """Report an alert about an evaluation, on the main rank."""
+        if self.task.ranks.is_main:
+            self.delivery.report(alert, "evaluation", self.state.loop.epoch)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

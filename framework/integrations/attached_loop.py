@@ -21,7 +21,7 @@ from ..checkpoints import state_for_rank
 from ..combined_optimizers import separate_optimizers
 from ..console import RunConsole
 from ..data import Batch, MicroBatches
-from ..engine import WITH_FAST_PATH, Driver, HookManager, unmet_need
+from ..engine import Driver, HookManager, unmet_need
 from ..errors import (
     HookError,
     HookMisuseError,
@@ -36,7 +36,7 @@ from ..errors import (
     warn,
     with_lines,
 )
-from ..hooks import ENDLESS, Alert, StatePart, TrainingHook, treatments
+from ..hooks import ENDLESS, StatePart, TrainingHook, treatments
 from ..isolation import undone_in_modules, undone_pass
 from ..loops import NoProgress, Progress
 from ..preserved_streams import preserved_streams
@@ -52,7 +52,7 @@ from ..runs import (
     status_after,
 )
 from ..state import RandomStreams, TrainingState, generators_of
-from ..training import Ranks, TrainingTask, is_compiled
+from ..training import Ranks, TrainingTask
 from .attach_options import AttachOptions, Loss, OptionalLoader, missing_loss
 from .attached_folder import FolderChoice
 from .attached_state import StoredState, state_of
@@ -123,7 +123,6 @@ class AttachedLoop:
         self._at_exit: Ending = self.end
         self.is_built = self.is_started = self.is_closed = self._has_ended_training = False
         self._has_noticed_draws = self._has_noticed_unnamed = False
-        self._has_noticed_train_mode = self._has_noticed_eval_mode = False
         self._inner_results: list[Any] | None = None
         """The results of evaluations within the one in progress, if any."""
         self.settings: Mapping[str, Any] = {}
@@ -503,11 +502,11 @@ class AttachedLoop:
     def _isolated(self, function: Callable[[], Result]) -> Result:
         manager = self.manager
         if not self.options.isolate_evaluation:
-            with manager.untapped_pass(), self._noticed_train_mode():
+            with manager.untapped_pass():
                 return function()
 
         def run(model: nn.Module) -> Result:
-            with self._noticed_train_mode(), self._noticed_draws(manager.state.streams):
+            with self._noticed_draws(manager.state.streams):
                 return function()
 
         with unchanged_replica(self.driver.task.replica):
@@ -533,59 +532,9 @@ class AttachedLoop:
             self._has_noticed_unnamed = True
             notice(f'An evaluation returned {problem}: return only named numbers, such as {{"val_loss": 0.5}}.')
 
-    @contextmanager
-    def _noticed_train_mode(self) -> Iterator[None]:
-        """Report the first evaluation that runs a model with dropout or batch normalisation in train mode.
-
-        Not for compiled models and for attention layers as models: a module hook would change how they run.
-        """
-        if not self.can_notice_train_mode():
-            yield
-            return
-        model, modes = self.manager.task.model, list[bool]()
-
-        def note(module: nn.Module, inputs: Any) -> None:
-            modes.append(module.training)
-
-        handle = model.register_forward_pre_hook(note)
-        try:
-            yield
-        finally:
-            handle.remove()
-        if any(modes):
-            self.report_train_mode()
-
-    def can_notice_train_mode(self) -> bool:
-        """Return whether modes affect the model, a module hook does not, and no evaluation was reported yet."""
-        task = self.manager.task
-        facts = self.run.record.facts if self.is_started else {}
-        has_modes = bool(facts.get("dropouts") or facts.get("batchnorms"))
-        runs_differently = task.compiled or is_compiled(task.model) or isinstance(task.model, WITH_FAST_PATH)
-        return has_modes and not runs_differently and not self._has_noticed_train_mode
-
-    def can_notice_left_mode(self) -> bool:
-        """Return whether an isolated evaluation would hide that it leaves a training model in eval mode."""
-        facts = self.run.record.facts if self.is_started else {}
-        has_modes = bool(facts.get("dropouts") or facts.get("batchnorms"))
-        is_hidden = self.options.isolate_evaluation and self.manager.task.model.training
-        return has_modes and is_hidden and not self._has_noticed_eval_mode
-
-    def report_left_mode(self) -> None:
-        """Report, once per run, that an evaluation has left the model in eval mode, which the scope has undone."""
-        self._has_noticed_eval_mode = True
-        if self._ranks.is_main:
-            loop = self.driver.loop
-            sentence = "The evaluation left the model in eval mode; scope.evaluate has restored train mode."
-            alert = Alert(sentence, metric="eval_mode_left", step=loop.step, id="model-in-eval-mode")
-            self.manager.delivery.report(alert, "evaluation", loop.epoch)
-
-    def report_train_mode(self) -> None:
-        """Report, once per run, that an evaluation has run the model in train mode."""
-        if self._ranks.is_main and not self._has_noticed_train_mode:
-            self._has_noticed_train_mode = True
-            loop, sentence = self.driver.loop, "The evaluation ran the model in train mode."
-            alert = Alert(sentence, metric="train_mode", step=loop.step, id="evaluation-in-train-mode")
-            self.manager.delivery.report(alert, "evaluation", loop.epoch)
+    def start_facts(self) -> Mapping[str, Any]:
+        """Return the start-up facts of the run; none before its start."""
+        return self.run.record.facts if self.is_started else {}
 
     @contextmanager
     def _noticed_draws(self, streams: RandomStreams) -> Iterator[None]:

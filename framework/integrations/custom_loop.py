@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from ..combined_optimizers import separate_optimizers
 from ..data import Batch, MicroBatches
+from ..doctor.senses import EvaluationModes
 from ..errors import RunNotice, UsageError, notice, require, warn
 from ..hooks import Alert, HookPoint
 from ..state import Transient, uncompiled, visited
 from .attached_loop import AttachedLoop, Result
-from .evaluation_call import EvaluationCall, LeftMode
 from .forward_arguments import ForwardArguments
 from .gradient_unscaling import unscaled_gradients
 from .other_optimizers import OtherOptimizers
@@ -44,6 +44,10 @@ class HookCallSwitch:
 
     # A class, since it is entered several times per step and a generator-based context manager is slower.
     is_on = False
+
+    def is_entered(self) -> bool:
+        """Return whether a hook is being called."""
+        return self.is_on
 
     def __enter__(self) -> None:
         self.is_on = True
@@ -131,27 +135,33 @@ class CustomLoop(Transient):
         self._is_bare = self._has_deferred_work = False
         self._bare_points = BARE_POINTS
         self._has_checked_step = False
-        self._evaluation_call = EvaluationCall()
         self._has_ready_gradients = self._has_closures = False  # whether the loop has used these calls
         self._is_in_closure_step = self._is_in_backward = self._stepped_in_backward = False
         self._evaluations = 0
         """The evaluations of the closure in the step so far."""
         self._hook_calls = attached.hook_calls = HookCallSwitch()
-        self._left_mode = LeftMode(attached.driver.task.model, self._hook_calls, attached.report_left_mode)
+        self._modes = EvaluationModes(
+            attached.driver.task.model,
+            attached.driver.loop,
+            facts=attached.start_facts,
+            is_in_hook=self._hook_calls.is_entered,
+            report=attached.manager.report_about_evaluation,
+            compiled=attached.driver.task.compiled,
+        )
         self.arguments: ForwardArguments | None = None
         """Finds the batches, until the loop reports batches of tensors."""
         self._passed: Batch = NO_ROWS  # the arguments of the newest pass
         self._has_batches = self._opens_at_passes = False
         if called is not None:
             models = (attached.driver.task.model, called)
-            self.arguments = ForwardArguments(models, self._receive_arguments, self._hook_calls)
+            self.arguments = ForwardArguments(models, self._receive_arguments, self._hook_calls.is_entered)
             self.arguments.arm()
         attached.is_in_step = self.is_in_step
         self._driver.can_cancel_steps = True
         self._warned: set[str] = set()
         self._stepped: set[int] = set()  # the positions of the optimizers that have made this step
         self._others = OtherOptimizers(
-            self._driver.task.model, self._optimizers, self._hook_calls, self._report_other_optimizer
+            self._driver.task.model, self._optimizers, self._hook_calls.is_entered, self._report_other_optimizer
         )
         steps = [RunningStep(self, index, self._hook_calls) for index, _ in enumerate(self._optimizers)]
         self._handles = [
@@ -265,10 +275,8 @@ class CustomLoop(Transient):
         if self._attached.place and not self._attached.is_started:  # resumed in an epoch without remaining batches
             self._start(None, steps)
         self._is_data_exhausted = self._is_in_epoch
-        self._evaluation_call.stop()
-        if self._is_in_epoch and self._attached.can_notice_train_mode():
-            # The next call of the model follows the data of an epoch, so it is probably an evaluation.
-            self._evaluation_call = EvaluationCall(self._driver.task.model, self._hook_calls)
+        if self._is_in_epoch:
+            self._modes.end_data()
 
     def report_no_batches(self) -> None:
         """Report a loader that yielded no batch in a pass over it."""
@@ -465,16 +473,17 @@ class CustomLoop(Transient):
 
     def evaluate(self, function: Callable[[], Result]) -> Result:
         """Return the result of an evaluation, isolated from the training unless the options say otherwise."""
-        self._evaluation_call.stop()
-        if self._attached.can_notice_left_mode():
-            self._left_mode.watch()
-        return self._attached.evaluate(function)
+        self._modes.begin_evaluation(is_isolated=self._attached.options.isolate_evaluation)
+
+        def watched() -> Result:
+            with self._modes.watched():
+                return function()
+
+        return self._attached.evaluate(watched)
 
     def end_epoch(self, numbers: Mapping[str, float]) -> None:
         """End the epoch in progress, if any."""
-        self._evaluation_call.stop()
-        if numbers and self._evaluation_call.is_in_train_mode and self._attached.can_notice_train_mode():
-            self._attached.report_train_mode()
+        self._modes.end_epoch(has_numbers=bool(numbers))
         self._finish_step()
         if self._is_in_epoch:
             self._is_in_epoch = self._is_data_exhausted = False
@@ -497,8 +506,7 @@ class CustomLoop(Transient):
         if self.arguments is not None:
             self.arguments.disarm()
         self._others.stop()
-        self._evaluation_call.stop()
-        self._left_mode.stop()
+        self._modes.stop()
         try:
             if status == "completed" and self._has_no_step_left:
                 self.start_without_steps()
@@ -556,8 +564,8 @@ class CustomLoop(Transient):
         """Note the start of an optimizer's step, and report that of an update, with unscaled gradients."""
         if self._attached.is_closed or (self._scaler is not None and _is_skipped(optimizer)):
             return
-        if self._left_mode.is_watching:
-            self._left_mode.at_update()
+        if self._modes.left_mode.is_watching:
+            self._modes.left_mode.at_update()
         if self._is_in_backward:
             self._stepped_in_backward = True
             self._warn_once(

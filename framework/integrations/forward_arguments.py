@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..isolation import VISITS
-from .evaluation_call import Switch
 
 
 class ForwardArguments:
@@ -22,11 +21,13 @@ class ForwardArguments:
     Args:
         modules: the model, and the wrapper around it that the loop calls, if any.
         receive: receives the only argument, or the arguments by name.
-        hook_calls: is on during the passes of hooks, which do not count.
+        is_in_hook: returns whether a hook is being called, whose passes do not count.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], receive: Callable[[Any], None], hook_calls: Switch) -> None:
-        self._modules, self._receive, self._hook_calls = modules, receive, hook_calls
+    def __init__(
+        self, modules: Sequence[nn.Module], receive: Callable[[Any], None], is_in_hook: Callable[[], bool]
+    ) -> None:
+        self._modules, self._receive, self._is_in_hook = modules, receive, is_in_hook
         self._handle: Any = None
         self._has_received = False
         self._is_given_up = False
@@ -55,7 +56,7 @@ class ForwardArguments:
     def _note(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():  # without an effect in a graph; after_backward removes the hook
             return
-        if not torch.is_grad_enabled() or self._hook_calls.is_on or not any(module is item for item in self._modules):
+        if not torch.is_grad_enabled() or self._is_in_hook() or not any(module is item for item in self._modules):
             return
         if module.training:  # a pass in eval mode may be one of an evaluation with gradients on
             self.disarm()

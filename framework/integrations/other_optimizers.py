@@ -9,7 +9,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..isolation import VISITS
 from ..state import Transient
-from .evaluation_call import Switch
 
 
 class OtherOptimizers(Transient):
@@ -20,9 +19,13 @@ class OtherOptimizers(Transient):
     """
 
     def __init__(
-        self, model: nn.Module, own: Sequence[Optimizer], hook_calls: Switch, report: Callable[[Optimizer], None]
+        self,
+        model: nn.Module,
+        own: Sequence[Optimizer],
+        is_in_hook: Callable[[], bool],
+        report: Callable[[Optimizer], None],
     ) -> None:
-        self._model, self._own, self._hook_calls, self._report = model, own, hook_calls, report
+        self._model, self._own, self._is_in_hook, self._report = model, own, is_in_hook, report
         self._handle: Any = None
 
     def watch(self) -> None:
@@ -40,7 +43,7 @@ class OtherOptimizers(Transient):
     def __call__(self, optimizer: Optimizer, inputs: Any, options: Any) -> None:
         """Report the step of another optimizer: torch calls this after every step."""
         # A wrapper around an attached optimizer steps that one as well.
-        if self._hook_calls.is_on or any(item is optimizer for item in self._own):
+        if self._is_in_hook() or any(item is optimizer for item in self._own):
             return
         wrapped = {id(value) for value in vars(optimizer).values()}
         if any(id(item) in wrapped for item in self._own):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..doctor import LiveDiagnosis, diagnose, start_facts
+from ..doctor.senses import EvaluationDropout
 from ..durable_files import plain_json
 from ..engine import HookManager
 from ..errors import LoopscopeError, RunNotice, UsageError, warn, with_lines
@@ -238,6 +239,7 @@ def create_manager(
         profile=settings.profile_hooks,
         offload_state=settings.hook_offload_state,
         reference_weights=reference_weights,
+        evaluation_listeners=[EvaluationDropout(task.model)],
     )
 
 

@@ -2,5 +2,7 @@
 
 from .backward_passes import BackwardPass
 from .backward_recorder import BackwardRecorder
+from .evaluation_dropout import EvaluationDropout
+from .evaluation_modes import EvaluationModes
 
-__all__ = ["BackwardPass", "BackwardRecorder"]
+__all__ = ["BackwardPass", "BackwardRecorder", "EvaluationDropout", "EvaluationModes"]

@@ -12,8 +12,8 @@ import loopscope
 import numpy as np
 import pytest
 import torch
+from loopscope.doctor.senses.evaluation_modes import EvaluationCall
 from loopscope.hooks import HookPoint, HookRegistry
-from loopscope.integrations.evaluation_call import EvaluationCall
 from loopscope.isolation import Isolation
 from torch import Tensor, nn
 from torch.nn import functional

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..training import is_compiled
+from ...hooks import Alert, Severity
+from ...training import is_compiled
 
 WITH_FAST_PATH = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Modules that compute other bits with module hooks, or while calls of torch's functions are watched."""
@@ -43,6 +44,7 @@ class EvaluationDropout:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._is_done = False
+        self._active = ActiveDropout(set(), set())
 
     @contextmanager
     def watched(self) -> Iterator[ActiveDropout]:
@@ -50,7 +52,7 @@ class EvaluationDropout:
 
         Yields an object that then contains what was active.
         """
-        active = ActiveDropout(set(), set())
+        active = self._active = ActiveDropout(set(), set())
         if self._is_done or self._runs_differently():
             yield active
             return
@@ -77,6 +79,19 @@ class EvaluationDropout:
             leave()
             for handle in handles:
                 handle.remove()
+
+    def alerts(self, step: int) -> Iterator[Alert]:
+        """Yield alerts about dropout that was active in the last watched evaluation, after ``step``."""
+        functions = "The model calls functions that drop elements in eval mode, too"
+        modules = "The model drops elements in eval mode, too, in modules that model.eval() does not reach"
+        kinds: tuple[tuple[str, str, set[str], Severity], ...] = (
+            ("active_dropout", functions, self._active.functions, "warning"),
+            ("unregistered_dropout", modules, self._active.unregistered, "info"),  # a consequence
+        )
+        for metric, sentence, names, severity in kinds:
+            if names:
+                text = f"{sentence}: {', '.join(sorted(names))}."
+                yield Alert(text, metric=metric, step=step, severity=severity, id="dropout-in-evaluation")
 
     def _runs_differently(self) -> bool:
         has_fast_path = any(isinstance(module, WITH_FAST_PATH) for module in self._model.modules())
