@@ -17,10 +17,10 @@ from loopscope.hooks import (
     InterventionHook,
     StepSchedule,
     TrainingHook,
-    hook_kind,
     hook_options,
     windows_for,
 )
+from loopscope.hooks.selection import hook_kind
 
 from docs import coverage
 from docs.hook_pictures import PICTURES, caption

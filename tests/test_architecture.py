@@ -41,7 +41,8 @@ ORDER = (
         "state",
         "digests",
     ),
-    *("isolation", "data", "training", "hooks", "taps", "lowbit.casts", "lowbit", "engine", "loops", "checkpoints"),
+    *("isolation", "data", "training", "hooks", "hooks.selection", "taps", "lowbit.casts", "lowbit"),
+    *("engine", "loops", "checkpoints"),
     *("laboratory", "doctor", "doctor.senses", "doctor.detectors"),
     *("runs", "report", "console", "laboratory.questions", "integrations", "cli"),
 )

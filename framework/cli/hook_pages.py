@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from ..console import documented, first_line, hook_list, hook_page, make_console, points_text
-from ..hooks import HookRegistry, TrainingHook, hook_kind, hook_options
+from ..hooks import HookRegistry, TrainingHook, hook_options
+from ..hooks.selection import hook_kind
 from ..runs import allowed_words
 from .output import Kept, Output, add_output_options
 from .parser import CommandParser

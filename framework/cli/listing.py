@@ -21,7 +21,7 @@ from ..console import (
 )
 from ..doctor import finding_lines
 from ..errors import UsageError, counted
-from ..hooks import always_on
+from ..hooks.selection import always_on
 from ..report import FoundRun, find_runs, inspect_run
 from ..runs import ATTACHED_RUNS, SETTINGS, ExperimentConfig, RunRecord, require, run_folders
 from .output import Output, add_output_options

@@ -13,7 +13,8 @@ from string import Template
 
 from ..durable_files import path_exists
 from ..errors import UsageError, require, unknown
-from ..hooks import KEYWORDS, ExperimentRegistry, HookRegistry
+from ..hooks import ExperimentRegistry, HookRegistry
+from ..hooks.selection import KEYWORDS
 from ..optional_packages import install_command
 from .parser import CommandParser, write_line
 

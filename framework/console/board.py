@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from rich.text import Text
 
-from ..hooks import Alert, RunInfo, Series, always_on
+from ..hooks import Alert, RunInfo, Series
+from ..hooks.selection import always_on
 from .grid import FALLING, FLAT, RISING, Cell, Group
 from .text import number_text, printable, shortened, value_text
 

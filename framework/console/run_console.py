@@ -11,19 +11,8 @@ from typing import Any, ClassVar, Literal
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from ..hooks import (
-    ENDLESS,
-    Alert,
-    HookPoint,
-    MetricSink,
-    Recovery,
-    RunInfo,
-    Severity,
-    SinkRegistry,
-    TrainingHook,
-    always_on,
-    create_sinks,
-)
+from ..hooks import ENDLESS, Alert, HookPoint, MetricSink, Recovery, RunInfo, Severity, SinkRegistry, TrainingHook
+from ..hooks.selection import always_on, create_sinks
 from ..loops import NoProgress, Progress
 from ..runs import Display, RecordSink, RunFolder, Session
 from ..training import TrainingTask

@@ -20,7 +20,8 @@ from rich.text import Text
 
 from ..doctor import Diagnosis, brief_lines
 from ..errors import counted, short_path
-from ..hooks import ALERTS, ALWAYS, ENDLESS, MetricInfo, RunInfo, SinkRegistry, TrainingHook, hook_kind, hook_options
+from ..hooks import ALERTS, ALWAYS, ENDLESS, MetricInfo, RunInfo, SinkRegistry, TrainingHook, hook_options
+from ..hooks.selection import hook_kind
 from ..runs import ATTACHED, TRAINED, ExperimentRunner, RunFolder, allowed_words, read_alerts
 from ..training import TrainingTask
 from .board import LABEL_STYLES

@@ -1,10 +1,12 @@
 """Validation of the metric descriptions and tables that hooks return, and checks before their start."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 
-from ..errors import UnsuitableError, shortened
-from ..hooks import MetricInfo, RunInfo, TrainingHook
+from ..errors import UnsuitableError, UsageError, shortened
+from ..hooks import MetricInfo, RunInfo, StepSchedule, TrainingHook
 from ..option_words import option_text
+from ..registry import qualified
 from .error_advice import unmet_need
 
 
@@ -51,3 +53,33 @@ def _sparse_layer(run: RunInfo) -> str:
         if vars(module).get("sparse") is True and weight is not None and weight.requires_grad:
             return f"layer {name!r}" if name else "the model"
     return ""
+
+
+def without_duplicates(hooks: Iterable[TrainingHook]) -> list[TrainingHook]:
+    """Return the hooks as a list.
+
+    Raises:
+        UsageError: an object is not a hook, or two hooks have the same name.
+    """
+    by_name: dict[str, TrainingHook] = {}
+    for hook in hooks:
+        if not isinstance(hook, TrainingHook):
+            name = hook if isinstance(hook, str) else str(getattr(hook, "__name__", "NAME"))
+            remedy = f"create it with {name}(), or HookRegistry.get({name!r})() if it is registered"
+            raise UsageError(f"{hook!r} is not a hook object; {remedy}.")
+        if hook.name in by_name:
+            raise UsageError(
+                f"Two hooks are named {hook.name!r}: {qualified(type(by_name[hook.name]))} and "
+                f"{qualified(type(hook))}; names must be unique, because metrics and states are keyed by them."
+            )
+        by_name[hook.name] = hook
+    return list(by_name.values())
+
+
+def options_of(hook: TrainingHook) -> str:
+    """Return a hook's options, if it has attributes of the same names, and its schedule, as text."""
+    values = {name.lstrip("_"): value for name, value in vars(hook).items()}
+    options = inspect.signature(type(hook)).parameters
+    names = [key for key in options if isinstance(values.get(key, ()), (str, float, int))]
+    schedule = [] if hook.step_schedule == StepSchedule() else [str(hook.step_schedule)]
+    return ", ".join([f"{name}={values[name]}" for name in names] + schedule)

@@ -26,9 +26,7 @@ from ..hooks import (
     Tap,
     TapOwner,
     TrainingHook,
-    options_of,
     treatments,
-    without_duplicates,
 )
 from ..isolation import Call, Isolation, StateCopy, borrowed_extras, borrowed_modes, undone_pass
 from ..state import TrainingState, optimizers_of
@@ -39,6 +37,7 @@ from .evaluations import EvaluationListener
 from .failures import HookFailures, OnError
 from .hook_calls import HookCalls, optimizer_groups, with_gradients_borrowed
 from .hook_set import HookSet
+from .hook_validation import options_of, without_duplicates
 from .log import log
 from .metric_delivery import MetricDelivery
 from .state_offload import StateOffload

@@ -1,59 +1,29 @@
 """Base classes, contexts, metrics, taps and registries for hook authors."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .alerts import ALERTS, LARGEST_STEP, SEVERITIES, Alert, AlertNotice, Recovery, Severity, alert_fields
-from .attention_calls import AttentionCall, FusedCall, ScoreBlock, WrittenCall
 from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
 from .class_checks import hook_options
 from .commits import Clipping, StatePart, UndeclaredCommitError
 from .contexts import (
-    ENDLESS,
-    SET_AT,
-    BackwardContext,
-    ForwardResult,
-    MetricInfo,
-    MetricPanel,
-    ObserverServices,
-    OptimizerGroup,
-    RunDataContext,
-    RunInfo,
-    metric_table,
+    ENDLESS, SET_AT, BackwardContext, ForwardResult, MetricInfo, MetricPanel, ObserverServices, OptimizerGroup,
+    RunDataContext, RunInfo, metric_table,
 )
-from .groups import GROUPS, KEYWORDS, always_on, bulk_hooks, hook_groups, hook_kind, select_hooks
 from .hook_points import (
-    ALWAYS,
-    EPOCH_END,
-    EVERY_STEP,
-    STEP_POINTS,
-    EpochWindow,
-    HookPoint,
-    LoopType,
-    StepSchedule,
-    windows_for,
+    ALWAYS, EPOCH_END, EVERY_STEP, STEP_POINTS, EpochWindow, HookPoint, LoopType, StepSchedule, windows_for,
 )
 from .metrics import Metrics, MetricSink, MetricValue, Series, as_float
 from .model_data_context import ExpiredError, ModelDataContext, ReadOnlyError
-from .registries import (
-    ConfiguredHook,
-    ExperimentRegistry,
-    HookRegistry,
-    SinkRegistry,
-    build_hooks,
-    create_sinks,
-    options_of,
-    refuse_idle_options,
-    without_duplicates,
-)
+from .registries import ExperimentRegistry, HookRegistry, SinkRegistry
 from .taps import (
-    AttentionTap,
-    ForwardCall,
-    ForwardTap,
-    GradientTap,
-    OnGradient,
-    QuantizationTap,
-    Quantized,
-    Tap,
-    TapOwner,
+    AttentionTap, ForwardCall, ForwardTap, GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner,
 )
+
+if TYPE_CHECKING:
+    from .attention_calls import AttentionCall, FusedCall, ScoreBlock, WrittenCall
+    from .selection import create_sinks
 
 __all__ = [
     "ALERTS",
@@ -61,8 +31,6 @@ __all__ = [
     "ENDLESS",
     "EPOCH_END",
     "EVERY_STEP",
-    "GROUPS",
-    "KEYWORDS",
     "LARGEST_STEP",
     "SET_AT",
     "SEVERITIES",
@@ -73,7 +41,6 @@ __all__ = [
     "AttentionTap",
     "BackwardContext",
     "Clipping",
-    "ConfiguredHook",
     "DebugInterventionHook",
     "EpochWindow",
     "ExperimentRegistry",
@@ -116,19 +83,24 @@ __all__ = [
     "UndeclaredCommitError",
     "WrittenCall",
     "alert_fields",
-    "always_on",
     "as_float",
-    "build_hooks",
-    "bulk_hooks",
     "create_sinks",
-    "hook_groups",
-    "hook_kind",
     "hook_options",
     "metric_table",
-    "options_of",
-    "refuse_idle_options",
-    "select_hooks",
     "treatments",
     "windows_for",
-    "without_duplicates",
 ]
+_MODULES = {
+    **dict.fromkeys(("AttentionCall", "FusedCall", "ScoreBlock", "WrittenCall"), "attention_calls"),
+    "create_sinks": "selection",
+}
+"""Modules that are imported when one of these names is first used: most authors of hooks do not need them."""
+
+
+if not TYPE_CHECKING:  # type checkers would accept every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return value

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from .attention_calls import AttentionCall
+if TYPE_CHECKING:
+    from .attention_calls import AttentionCall
 
 OnGradient = Callable[[Tensor], Tensor | None]
 """A function of a tensor, which returns ``None`` or a replacement."""
@@ -95,7 +96,7 @@ class AttentionTap:
     """
 
     target: str
-    function: Callable[[AttentionCall], None]
+    function: Callable[["AttentionCall"], None]
 
 
 Tap = GradientTap | ForwardTap | AttentionTap | QuantizationTap

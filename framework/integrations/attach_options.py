@@ -11,14 +11,10 @@ from torch import Tensor, nn
 
 from ..data import Batch, Loader
 from ..errors import LoopscopeError, UsageError, require, unknown
-from ..hooks import (
-    ENDLESS,
+from ..hooks import ENDLESS, LoopType, MetricSink, StepSchedule, TrainingHook
+from ..hooks.selection import (
     KEYWORDS,
     ConfiguredHook,
-    LoopType,
-    MetricSink,
-    StepSchedule,
-    TrainingHook,
     always_on,
     build_hooks,
     create_sinks,

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 
 from ..data import Loader
 from ..errors import InvalidExperimentError, LoopscopeError, UsageError, listed, nearest, raised_in_user_code, shortened
-from ..hooks import HookRegistry, TrainingHook, always_on, metric_table
+from ..hooks import HookRegistry, TrainingHook, metric_table
+from ..hooks.selection import always_on
 from ..registry import where
 from .config import ExperimentConfig, RunFlags, describe_type, field_names, fits, is_parsable
 

@@ -15,7 +15,8 @@ from ..doctor.senses import EvaluationDropout
 from ..durable_files import plain_json
 from ..engine import HookManager
 from ..errors import LoopscopeError, RunNotice, UsageError, warn, with_lines
-from ..hooks import ENDLESS, ConfiguredHook, MetricSink, RunInfo, TrainingHook
+from ..hooks import ENDLESS, MetricSink, RunInfo, TrainingHook
+from ..hooks.selection import ConfiguredHook
 from ..loops import NoProgress, Progress
 from ..state import TrainingState, optimizers_of
 from ..training import TrainingTask

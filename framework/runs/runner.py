@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Batch, Loader
-from ..hooks import ExperimentRegistry, LoopType, hook_groups
+from ..hooks import ExperimentRegistry, LoopType
+from ..hooks.selection import hook_groups
 from .checks import check_experiment
 from .config import ExperimentConfig
 

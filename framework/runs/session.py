@@ -11,17 +11,8 @@ from typing import Any
 
 from ..checkpoints import Checkpoint, CheckpointPlan, Signals, open_checkpoint
 from ..errors import RunNotice, UsageError, notice, require, short_path
-from ..hooks import (
-    ConfiguredHook,
-    HookRegistry,
-    MetricSink,
-    TrainingHook,
-    always_on,
-    build_hooks,
-    create_sinks,
-    refuse_idle_options,
-    select_hooks,
-)
+from ..hooks import HookRegistry, MetricSink, TrainingHook
+from ..hooks.selection import ConfiguredHook, always_on, build_hooks, create_sinks, refuse_idle_options, select_hooks
 from ..option_words import option_text
 from ..preserved_streams import preserved_streams
 from ..state import deterministic, seed_everything

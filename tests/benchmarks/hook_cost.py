@@ -14,7 +14,8 @@ from loopscope.engine import CommitRecord, HookManager, ModelContext
 from loopscope.errors import RunNotice
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
-from loopscope.hooks import STEP_POINTS, HookPoint, HookRegistry, ModelDataContext, RunInfo, bulk_hooks, windows_for
+from loopscope.hooks import STEP_POINTS, HookPoint, HookRegistry, ModelDataContext, RunInfo, windows_for
+from loopscope.hooks.selection import bulk_hooks
 from loopscope.loops import epoch_loop
 from loopscope.runs import RunOptions, Session, strategy_training
 from loopscope.runs.session import uses_reference

@@ -21,7 +21,8 @@ from unittest import mock
 
 import loopscope
 import torch
-from loopscope.hooks import HookRegistry, hook_groups
+from loopscope.hooks import HookRegistry
+from loopscope.hooks.selection import hook_groups
 from loopscope.sinks import CSVSink, JSONLSink
 from loopscope.training.profiler import peak_resident_bytes
 from torch import nn

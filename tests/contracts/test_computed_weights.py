@@ -9,7 +9,7 @@ import torch
 from loopscope import TensorLoader, random_order
 from loopscope.engine import HookManager
 from loopscope.errors import RunNotice, UsageError
-from loopscope.hooks.groups import bulk_hooks
+from loopscope.hooks.selection import bulk_hooks
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask

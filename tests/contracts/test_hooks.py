@@ -17,10 +17,10 @@ from loopscope.hooks import (
     InterventionHook,
     StatePart,
     TrainingHook,
-    hook_kind,
     treatments,
     windows_for,
 )
+from loopscope.hooks.selection import hook_kind
 from loopscope.state.digest import described
 
 from tests.support import (

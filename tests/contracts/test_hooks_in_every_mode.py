@@ -9,7 +9,8 @@ import pytest
 import torch
 from loopscope import training_hooks  # noqa: F401 - fills the registry
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import EVERY_STEP, HookRegistry, InterventionHook, TrainingHook, hook_kind
+from loopscope.hooks import EVERY_STEP, HookRegistry, InterventionHook, TrainingHook
+from loopscope.hooks.selection import hook_kind
 from loopscope.state import TrainingState
 from loopscope.training import Precision, TrainingTask
 from torch import nn

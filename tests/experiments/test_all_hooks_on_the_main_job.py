@@ -9,7 +9,7 @@ from loopscope import training_hooks
 from loopscope.errors import RunNotice
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
-from loopscope.hooks import bulk_hooks
+from loopscope.hooks.selection import bulk_hooks
 from loopscope.runs import RunOptions, Session
 from loopscope.sinks import JSONLSink, read_jsonl
 

@@ -21,7 +21,6 @@ NOT_REACHED = frozenset(
     {
         "files of one step with one observer",
         "functions of one step with one observer",
-        "lines that `import loopscope.hooks` loads",
         "names exported by `loopscope.state`",
         "lines of code in `framework` without `lowbit`",
     }

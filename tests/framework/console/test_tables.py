@@ -20,15 +20,8 @@ from loopscope.console.tables import (
     points_text,
     result_line,
 )
-from loopscope.hooks import (
-    ExperimentRegistry,
-    HookPoint,
-    HookRegistry,
-    MetricInfo,
-    TrainingHook,
-    hook_kind,
-    hook_options,
-)
+from loopscope.hooks import ExperimentRegistry, HookPoint, HookRegistry, MetricInfo, TrainingHook, hook_options
+from loopscope.hooks.selection import hook_kind
 from rich.cells import cell_len
 from rich.console import Console
 from torch import nn

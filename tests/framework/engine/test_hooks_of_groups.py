@@ -311,7 +311,7 @@ def late(where: str, last: int = 1) -> type[TrainingHook]:
 @pytest.fixture(autouse=True)
 def without_other_observers(monkeypatch):
     """Replace the group of observers by a small one; the complete group takes a second."""
-    from loopscope.hooks import groups
+    from loopscope.hooks.selection import groups
 
     monkeypatch.setattr(groups, "bulk_hooks", lambda keyword: ["late", "norms"])
 

@@ -7,7 +7,7 @@ import pytest
 
 SCRIPT = """
 from loopscope.errors import UsageError
-from loopscope.hooks import hook_groups, select_hooks
+from loopscope.hooks.selection import hook_groups, select_hooks
 for group, names in (("observers", []), (None, ["all"])):
     try:
         select_hooks(group, names, hook_groups(), "any")

@@ -14,12 +14,10 @@ from loopscope.hooks import (
     InterventionHook,
     StatePart,
     TrainingHook,
-    bulk_hooks,
-    hook_kind,
     hook_options,
-    select_hooks,
 )
 from loopscope.hooks.class_checks import check_hook_class
+from loopscope.hooks.selection import bulk_hooks, hook_kind, select_hooks
 from loopscope.registry import Registry
 
 assert training_hooks.__all__

@@ -11,7 +11,8 @@ from loopscope import read_run
 from loopscope.data import TorchLoader
 from loopscope.engine import HookManager
 from loopscope.errors import UsageError
-from loopscope.hooks import HookPoint, build_hooks, select_hooks
+from loopscope.hooks import HookPoint
+from loopscope.hooks.selection import build_hooks, select_hooks
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask

@@ -18,7 +18,7 @@ from loopscope import read_run
 from loopscope.data import TorchLoader
 from loopscope.engine import HookManager
 from loopscope.errors import UsageError
-from loopscope.hooks import build_hooks
+from loopscope.hooks.selection import build_hooks
 from loopscope.integrations import attach
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.hooks import HookRegistry, hook_kind
+from loopscope.hooks import HookRegistry
+from loopscope.hooks.selection import hook_kind
 from loopscope.training_hooks.gradients.gradient_flow import find_chains
 from torch import Tensor, nn
 from torch.func import functional_call

@@ -10,7 +10,8 @@ from loopscope import training_hooks  # noqa: F401 - fills the registry
 from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.engine import HookManager
 from loopscope.errors import UsageError
-from loopscope.hooks import EVERY_STEP, HookRegistry, TrainingHook, bulk_hooks
+from loopscope.hooks import EVERY_STEP, HookRegistry, TrainingHook
+from loopscope.hooks.selection import bulk_hooks
 from loopscope.lowbit import RECIPES, BitLinear, dequantize_model, find_recipe, layers_to_quantize, quantize_model
 from loopscope.state import RandomStreams, TrainingState
 from torch import nn

@@ -9,8 +9,8 @@ import torch
 from loopscope import training_hooks
 from loopscope.checkpoints import open_checkpoint
 from loopscope.experiments import GrokkingRunner
-from loopscope.hooks import GROUPS, HookRegistry
-from loopscope.hooks.groups import hook_kind
+from loopscope.hooks import HookRegistry
+from loopscope.hooks.selection import GROUPS, hook_kind
 from torch import Tensor, nn
 from torch.nn import functional
 

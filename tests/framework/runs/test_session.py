@@ -8,7 +8,8 @@ import pytest
 import torch
 from loopscope import training_hooks
 from loopscope.errors import HookError, RunNotice, UsageError
-from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, TrainingHook, bulk_hooks
+from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, TrainingHook
+from loopscope.hooks.selection import bulk_hooks
 from loopscope.runs import check_device
 from loopscope.runs.task_building import build_run, chosen_strategies
 from loopscope.sinks import read_jsonl

@@ -5,7 +5,8 @@ import pytest
 import torch
 from loopscope.engine import HookManager
 from loopscope.errors import UsageError
-from loopscope.hooks import HookRegistry, hook_kind, select_hooks
+from loopscope.hooks import HookRegistry
+from loopscope.hooks.selection import hook_kind, select_hooks
 from loopscope.loops import epoch_loop
 from loopscope.training_hooks.counterfactual import CounterfactualValidator
 from loopscope.training_hooks.counterfactual.counterfactual import ordering_split, split_errors

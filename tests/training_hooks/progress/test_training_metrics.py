@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from loopscope.hooks import HookPoint, HookRegistry, Series, select_hooks
+from loopscope.hooks import HookPoint, HookRegistry, Series
+from loopscope.hooks.selection import select_hooks
 from loopscope.training_hooks.progress import TrainingMetrics
 
 from tests.support import Case, SpyHook, at, train
