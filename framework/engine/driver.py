@@ -131,8 +131,8 @@ class Driver:
 
     def before_update(self) -> None:
         """Fire PRE_UPDATE and record the learning rate of the step; not called for a skipped step."""
-        if self._hooks.listeners.at[PRE_UPDATE]:
-            self.manager.fire(PRE_UPDATE)
+        if listeners := self._hooks.listeners.at[PRE_UPDATE]:
+            self.manager.call_hooks(PRE_UPDATE, listeners)
         learning_rate = self.task.optimizer.param_groups[0].get("lr")
         if type(learning_rate) is float:
             self.loop.step_lr = learning_rate
@@ -149,8 +149,8 @@ class Driver:
         """End a step; its update was ``skipped`` if its gradients overflowed in float16."""
         if skipped:
             self.loop.skipped_steps += 1
-        elif self._hooks.listeners.at[POST_STEP]:
-            self.manager.fire(POST_STEP)
+        elif listeners := self._hooks.listeners.at[POST_STEP]:
+            self.manager.call_hooks(POST_STEP, listeners)
 
     def end_batches(self) -> None:
         """Clear the current batch: the loop is between steps from now on."""

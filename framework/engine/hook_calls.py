@@ -93,24 +93,22 @@ class HookCalls:
                 self._step_streams.restore()
             yield
 
-    def call_due_hooks(self, point: HookPoint) -> None:
-        """Call the hooks that are due at ``point``; without due hooks, return before any setup."""
-        loop = self._state.loop
-        listeners = self._hooks.listeners.at[point]
-        due_listeners = [item for item in listeners if item.is_always_due or item.is_due(loop.epoch, loop.step)]
-        if due_listeners:
-            self._call_all(point, due_listeners)
-
     def report_evaluation(self) -> None:
         """Call the hooks that report evaluations, as at SNAPSHOT, for an evaluation that no hook has reported yet."""
         if listeners := self._hooks.listeners.of_evaluations:
-            self._call_all(HookPoint.SNAPSHOT, listeners)
+            self.call(HookPoint.SNAPSHOT, listeners)
         else:
             self._state.loop.has_unreported_evaluation = False
 
-    def _call_all(self, point: HookPoint, due_listeners: list[Listener]) -> None:
-        """Call hooks with one shared context, and deliver their metrics."""
+    def call(self, point: HookPoint, listeners: Sequence[Listener]) -> None:
+        """Call the hooks of the ``listeners`` that are due, with one shared context, and deliver their metrics.
+
+        Without due hooks, return before any setup.
+        """
         loop = self._state.loop
+        due_listeners = [item for item in listeners if item.is_always_due or item.is_due(loop.epoch, loop.step)]
+        if not due_listeners:
+            return
         if point not in STEP_POINTS and any([listener.hook.reports_evaluations for listener in due_listeners]):
             loop.has_unreported_evaluation = False
         isolation = self._isolation
@@ -123,11 +121,10 @@ class HookCalls:
                     self._hooks.call(listener.hook, listener.where, loop.step, observe)
                 else:
                     self._intervene(listener, listener.intervention, context)
-            if due_listeners:
-                try:
-                    isolation.finish_checks()
-                except StateMutationError as error:
-                    self._hooks.handle_mutation(error, due_listeners[0].hook.name, point.name, loop.step)
+            try:
+                isolation.finish_checks()
+            except StateMutationError as error:
+                self._hooks.handle_mutation(error, due_listeners[0].hook.name, point.name, loop.step)
             if point not in STEP_POINTS:
                 self._delivery.deliver(point, loop.epoch, loop.step)
                 isolation.finish_checks()

@@ -124,6 +124,7 @@ class HookManager:
         self.untapped_pass = self.taps.untapped_pass
         """Context manager without taps, for the extra loss evaluations of a step by optimizers with a closure."""
         self._hook_calls = HookCalls(self.hooks, task, state, self.delivery, guardian_device, reference_weights)
+        self.call_hooks = self._hook_calls.call
         self.save_step_streams = self._hook_calls.save_step_streams
         self.call_between_steps = self._hook_calls.call_between_steps
         self._reference_weights = reference_weights
@@ -222,8 +223,8 @@ class HookManager:
                 self._separate_taps()
             if self.taps.needs_separate_pass:
                 self._run_pass_for_taps()
-        if self.hooks.listeners.at[point]:
-            self._hook_calls.call_due_hooks(point)
+        if listeners := self.hooks.listeners.at[point]:
+            self.call_hooks(point, listeners)
 
     def log(self, level: int, text: str, *arguments: Any) -> None:
         """Log a message to the logger ``loopscope``."""

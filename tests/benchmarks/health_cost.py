@@ -2,14 +2,13 @@
 
 import gc
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from loopscope.engine import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.training_hooks import WeightUpdateMonitor, WeightUpdates
@@ -19,6 +18,7 @@ from tests.benchmarks.memory_cost import tensor_bytes
 from tests.benchmarks.rows import BYTES, COPIES, PERCENT, TIMES, Effort, Row
 from tests.benchmarks.subjects import AfterStep, Subject, bare_steps, language_model
 from tests.benchmarks.timing import Spread, Turns, clock, ratio
+from tests.support import WatchedManager
 
 SMALL = {"vocabulary": 64, "width": 64, "layers": 2, "length": 8}
 INTERVAL = 100
@@ -30,14 +30,14 @@ def _subject(effort: Effort) -> Subject:
     return language_model() if effort.share > 0 else language_model(**SMALL)
 
 
-class TimedManager(HookManager):
+class TimedManager(WatchedManager):
     """A manager that sums the time of the visits of a step."""
 
     fires: float = 0.0
 
-    def fire(self, point: HookPoint) -> None:
+    def watch_call(self, point: HookPoint, call: Callable[[], None]) -> None:
         begin = clock()
-        super().fire(point)
+        call()
         self.fires += clock() - begin
 
 

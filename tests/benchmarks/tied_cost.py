@@ -30,6 +30,7 @@ from tests.benchmarks.loop_cost import Alternating, HeavyWork
 from tests.benchmarks.rows import PERCENT, SECONDS, Effort, Row
 from tests.benchmarks.subjects import AfterStep
 from tests.benchmarks.timing import Spread, clock
+from tests.support import WatchedManager
 
 ROOT = Path(__file__).parents[2]
 TINY = QUICK | {"vocabulary": 300, "width": 16, "layers": 1, "context": 8, "batch_size": 2, "warmup_steps": 2}
@@ -62,7 +63,7 @@ def run_options(effort: Effort) -> dict[str, Any]:
     return QUICK if effort.share > 0 else TINY
 
 
-class TimedManager(HookManager):
+class TimedManager(WatchedManager):
     """A manager that sums the time of the visits and of the taps."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -70,9 +71,9 @@ class TimedManager(HookManager):
         self.work = HeavyWork()
         self.hooks.call_tap = self.work.timed(self.hooks.call_tap)  # type: ignore[method-assign]
 
-    def fire(self, point: HookPoint) -> None:
+    def watch_call(self, point: HookPoint, call: Callable[[], None]) -> None:
         begin = clock()
-        super().fire(point)
+        call()
         self.work.seconds += clock() - begin
 
 

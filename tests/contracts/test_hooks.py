@@ -32,6 +32,7 @@ from tests.support import (
     Case,
     Run,
     SpyHook,
+    WatchedManager,
     assert_same_bytes,
     at,
     build,
@@ -263,19 +264,16 @@ def test_offloaded_hook_state_gives_same_metrics(name, case):
     assert numbers(offloaded, name) == numbers(alone(name, case, 3), name)
 
 
-class WatchingManager(HookManager):
+class WatchingManager(WatchedManager):
     """A manager that records, by hook point, which entries of the training state changed."""
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
         self.changes: dict[HookPoint, set[str]] = {}
 
-    def fire(self, point):
-        if not self.hooks.listeners.at[point]:
-            super().fire(point)
-            return
+    def watch_call(self, point, call):
         digest_before = self.state.digest()
-        super().fire(point)
+        call()
         self.changes.setdefault(point, set()).update(differences(digest_before, self.state.digest()))
 
 
@@ -318,11 +316,11 @@ def test_committing_hooks_apply_in_the_order_named(name, case):
 
 
 def recording_manager(points, before, after):
-    class RecordingManager(HookManager):
-        def fire(self, point):
+    class RecordingManager(WatchedManager):
+        def watch_call(self, point, call):
             if point in points:
                 before.append(committable(self.task.model))
-            super().fire(point)
+            call()
             if point in points:
                 after.append(committable(self.task.model))
 

@@ -1,5 +1,6 @@
 """Contract tests of every registered hook on runs with unusual models, optimizers, schedulers and batches."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, count, product
@@ -8,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from loopscope import training_hooks  # noqa: F401 - fills the registry
-from loopscope.engine import HookManager
 from loopscope.errors import UsageError
 from loopscope.hooks import EVERY_STEP, HookPoint, HookRegistry, TrainingHook
 from loopscope.tensors import copied, overwrite
@@ -16,7 +16,7 @@ from loopscope.training import TrainingTask, advance_scheduler, takes_closure
 from torch import Tensor
 
 from tests.contracts.test_hooks import COMMITTING, HEALTH, PREFIXES, QUIET, THRESHOLDS, WatchingManager, fires
-from tests.support import LOOPS, ActingHook, Run, SpyHook, at, differences
+from tests.support import LOOPS, ActingHook, Run, SpyHook, WatchedManager, at, differences
 from tests.support.cases import FEW_PASSES, HEADS_AS_ROUTERS, pairwise, slow_unless, turn
 from tests.support.odd_batches import parts
 from tests.support.odd_runs import BATCHES, PLACES, UPDATES, Odd, odd_loss, train_oddly
@@ -189,11 +189,11 @@ MUTATIONS = (
 def test_mutation_of_odd_state_changes_the_outcome(odd: Odd, mutation: Any) -> None:
     """Each mutation changes the result of its run, so the contract tests would detect a hook that makes it."""
 
-    class Meddling(HookManager):
-        def fire(self, point: HookPoint) -> None:
+    class Meddling(WatchedManager):
+        def watch_call(self, point: HookPoint, call: Callable[[], None]) -> None:
             if point is HookPoint.PRE_STEP and self.state.loop.step == 2:
                 mutation(self.task)
-            super().fire(point)
+            call()
 
     listener = at(SpyHook, HookPoint.PRE_STEP)(lambda ctx: None)  # without a listener the point is not fired
     assert bare(odd).changed(Outcome.of(train_oddly(odd, [listener], manager_class=Meddling))) != []

@@ -1,5 +1,7 @@
 """Contract tests of hooks on a GPU: identical bytes, one wait per visit. No machine of the project has a GPU."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from loopscope.engine import HookManager
@@ -13,7 +15,7 @@ from loopscope.training import TrainingTask
 
 from tests.contracts.test_hooks import HEALTH, QUIET, make
 from tests.contracts.test_transfers import OBSERVERS
-from tests.support import SpyHook
+from tests.support import SpyHook, WatchedManager
 from tests.support.waits import count_waits
 
 pytestmark = [
@@ -59,7 +61,7 @@ def test_run_with_hook_matches_bare_run(name, device):
     assert digest(device, [make(name)]) == digest(device, [])
 
 
-class CountingManager(HookManager):
+class CountingManager(WatchedManager):
     """A manager that counts how often the host waits in each visit."""
 
     def __init__(self, hooks: list[TrainingHook], task: TrainingTask, state: TrainingState) -> None:
@@ -67,9 +69,9 @@ class CountingManager(HookManager):
         self.device = next(task.model.parameters()).device
         self.waits: list[int] = []
 
-    def fire(self, point: HookPoint) -> None:
+    def watch_call(self, point: HookPoint, call: Callable[[], None]) -> None:
         with count_waits(self.device) as waits:
-            super().fire(point)
+            call()
         self.waits.append(waits.count)
 
 

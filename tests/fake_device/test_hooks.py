@@ -1,13 +1,12 @@
 """Every shipped hook on the simulated accelerator: neutral, with the CPU's numbers, and with few synchronisations."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import isclose, isnan
 from typing import Any
 
 import pytest
 import torch
-from loopscope.engine import HookManager
 from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint, StepSchedule, TrainingHook
 from loopscope.isolation.tripwire import Tripwire
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.contracts.test_hooks import COMMITTING, HEALTH, QUIET, fires, make
 from tests.fake_device.device import Synchronisations, count_synchronisations, on_fake_device
-from tests.support import Case, Run, SpyHook, at, build, differences, train
+from tests.support import Case, Run, SpyHook, WatchedManager, at, build, differences, train
 from tests.support.cases import slow_unless
 from tests.support.models import STEPS_PER_EPOCH
 
@@ -141,7 +140,7 @@ def test_every_hook_runs_on_the_device():
 # Synchronisations
 
 
-class CountingManager(HookManager):
+class CountingManager(WatchedManager):
     """A manager that counts the synchronisations of each visit with listeners, and of all others."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -149,13 +148,18 @@ class CountingManager(HookManager):
         self.counts: list[Synchronisations] = []
         self.without_listeners = 0
 
+    def watch_call(self, point: HookPoint, call: Callable[[], None]) -> None:
+        with count_synchronisations() as count:
+            call()
+        self.counts.append(count)
+
     def fire(self, point: HookPoint) -> None:
+        if self.hooks.listeners.at[point]:
+            super().fire(point)
+            return
         with count_synchronisations() as count:
             super().fire(point)
-        if self.hooks.listeners.at[point]:
-            self.counts.append(count)
-        else:
-            self.without_listeners += count.total
+        self.without_listeners += count.total
 
 
 def counted(case: Case, hook: TrainingHook | None, steps: int = STEPS) -> CountingManager | None:

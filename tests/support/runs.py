@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from loopscope.data import TensorLoader, random_order
 from loopscope.engine import HookManager
+from loopscope.engine.listeners import Listener
 from loopscope.hooks import HookPoint, MetricSink, RunInfo, Series, TrainingHook, treatments
 from loopscope.loops import NoPauses, NoProgress, epoch_loop, step_loop
 from loopscope.state import LoopState, RandomStreams, TrainingState, seed_everything, without_on_demand
@@ -138,6 +139,23 @@ class Saving(NoPauses):
         completed = loop.epoch if self._manager.counts_epochs else loop.step
         if unit_ended and self._every and completed % self._every == 0:
             self._manager.run_isolated("checkpoint", self._save)
+
+
+class WatchedManager(HookManager):
+    """A manager whose calls of the hooks at a hook point go through a method that tests override."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        call_hooks = self.call_hooks
+
+        def watched(point: HookPoint, listeners: Sequence[Listener]) -> None:
+            self.watch_call(point, partial(call_hooks, point, listeners))
+
+        self.call_hooks = watched
+
+    def watch_call(self, point: HookPoint, call: Callable[[], None]) -> None:
+        """Make the ``call`` of the hooks at a point."""
+        call()
 
 
 @dataclass

@@ -20,7 +20,19 @@ from loopscope.training_hooks.averaging import ModelSmoothing, smoothing
 from loopscope.training_hooks.averaging.smoothing import distance
 from torch import nn
 
-from tests.support import LOOPS, MODELS, OPTIMIZERS, Case, RecordingSink, TiedModel, build, differences, run_info, train
+from tests.support import (
+    LOOPS,
+    MODELS,
+    OPTIMIZERS,
+    Case,
+    RecordingSink,
+    TiedModel,
+    WatchedManager,
+    build,
+    differences,
+    run_info,
+    train,
+)
 from tests.support.cases import matrix
 from tests.support.ranks import on_two_ranks
 from tests.training_hooks.interrupted import in_one_and_two
@@ -252,15 +264,16 @@ def test_metrics_report_distance_and_jump():
     """They match a float64 computation and appear only at steps that smooth."""
     log: dict[tuple[int, HookPoint], dict[str, torch.Tensor]] = {}
 
-    class Watching(HookManager):
-        def fire(self, point):
+    class Watching(WatchedManager):
+        def watch_call(self, point, call):
             weights = self.task.model.named_parameters()
             log[self.state.loop.step, point] = {name: value.detach().double().clone() for name, value in weights}
-            super().fire(point)
+            call()
 
     run = train(Case("transformer"), [ModelSmoothing(update_interval=2, alpha=0.25)], steps=3, manager_class=Watching)
     values = {name.split("/")[1]: (step, value) for name, _, step, value in run.sink.rows("model_smoothing")}
-    start, before = log[0, HookPoint.PRE_EPOCH], log[2, HookPoint.POST_STEP]
+    start = {name: value.double() for name, value in build(Case("transformer"))[0].model.named_parameters()}
+    before = log[2, HookPoint.POST_STEP]
     far = math.sqrt(sum((before[name] - start[name]).square().sum().item() for name in start))
     length = math.sqrt(sum(value.square().sum().item() for value in before.values()))
     assert {name: step for name, (step, _) in values.items()} == dict.fromkeys(values, 2)

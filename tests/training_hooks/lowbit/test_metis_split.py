@@ -1,7 +1,7 @@
 """The split of low-bit weights in a run: schedule, draws, unchanged state, and other hooks."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -33,6 +33,7 @@ from tests.support import (
     Run,
     Saving,
     SpyHook,
+    WatchedManager,
     at,
     build,
     data_for,
@@ -104,10 +105,10 @@ def test_splits_follow_warmup_and_merge_steps():
 def test_splits_keep_merged_weights(model, optimizer):
     """Each split makes new factors, and every merged weight keeps its value."""
 
-    class Watching(HookManager):
-        def fire(self, point: HookPoint) -> None:
+    class Watching(WatchedManager):
+        def watch_call(self, point: HookPoint, call: Callable[[], None]) -> None:
             before, old = merged(self.task.model), copied(dict(self.task.model.named_parameters()))
-            super().fire(point)
+            call()
             if point is HookPoint.PRE_STEP and self.state.loop.step in (3, 6):
                 for name, layer in layers(self.task.model).items():
                     torch.testing.assert_close(layer.merged_weight(), before[name], rtol=1e-5, atol=1e-6)
