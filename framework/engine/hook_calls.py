@@ -198,8 +198,12 @@ class HookCalls:
         previous, accumulated = loop.prev_step_grads, loop.accumulated_grads
         losses, grad_norms = (None, None) if series is None else series[:, : loop.series_steps].unbind()
         mean_loss = None if point is PRE_EPOCH else loop.epoch_loss
-        learning_rate = learning_rate_of(task.optimizer.param_groups[0])
-        return RunDataContext(
+        learning_rate = task.optimizer.param_groups[0].get("lr")
+        if type(learning_rate) is not float:
+            learning_rate = learning_rate_of(task.optimizer.param_groups[0])
+        # The generated __init__ of a frozen dataclass sets one attribute after the other: 15 µs instead of 2.
+        context = object.__new__(RunDataContext)
+        vars(context).update(
             hook_point=point,
             epoch=loop.epoch,
             step=loop.step,
@@ -225,6 +229,7 @@ class HookCalls:
             prev_step_grads=None if previous is None or not at_step else MappingProxyType(previous),
             reference_weights=self._reference_weights,
         )
+        return context
 
     def _rows_of_batch(self, epoch: int, index: int) -> Tensor | None:
         row_numbers = self._row_numbers.of(epoch, index)

@@ -1,37 +1,30 @@
-"""The creation of a RunDataContext, whose generated method is replaced by a faster one."""
+"""The contexts of hooks, which are created without the generated ``__init__`` of their class."""
 
-from dataclasses import FrozenInstanceError, fields, replace
-from typing import Any
+from dataclasses import FrozenInstanceError, fields
 
 import pytest
 from loopscope.hooks import HookPoint, RunDataContext
 
-REQUIRED: dict[str, Any] = dict.fromkeys(("model", "config", "loader", "services", "profiler")) | {
-    "hook_point": HookPoint.POST_STEP,
-    "epoch": 1,
-    "step": 7,
-}
+from tests.support import Case, SpyHook, at, train
 
 
-def test_missing_fields_get_their_defaults() -> None:
-    context = RunDataContext(**REQUIRED)
-    assert (context.step, context.skipped_steps, dict(context.evaluation)) == (7, 0, {})
+def contexts() -> dict[HookPoint, RunDataContext]:
+    """Return one context of every hook point of the epoch loop."""
+    seen: dict[HookPoint, RunDataContext] = {}
+    spy = at(SpyHook, *(point for point in HookPoint if point is not HookPoint.SNAPSHOT))
+    train(Case(), [spy(lambda ctx: seen.update({ctx.hook_point: ctx}))])
+    return seen
 
 
-def test_both_ways_of_creation_are_equal() -> None:
-    context = RunDataContext(**REQUIRED)
-    values = {item.name: getattr(context, item.name) for item in fields(context)}
-    assert RunDataContext(**values) == context
-    assert replace(context, step=8).step == 8
-
-
-@pytest.mark.parametrize("values", [{"step": 1}, REQUIRED | {"unknown": 1}])
-def test_missing_and_unknown_fields_raise(values: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="argument"):
-        RunDataContext(**values)
+def test_context_has_every_field() -> None:
+    """The names of all fields are set, and no others."""
+    seen = contexts()
+    assert len(seen) == len(HookPoint) - 1
+    for context in seen.values():
+        assert [*vars(context)] == [item.name for item in fields(RunDataContext)]
 
 
 @pytest.mark.parametrize("name", ["step", "unknown"])
 def test_attributes_cannot_be_set(name: str) -> None:
     with pytest.raises(FrozenInstanceError):
-        setattr(RunDataContext(**REQUIRED), name, 1)
+        setattr(contexts()[HookPoint.POST_STEP], name, 1)
