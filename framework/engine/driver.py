@@ -1,4 +1,4 @@
-"""The transitions of a training loop, one method each; every hook point is fired here.
+"""The transitions of a training loop, one method each, which call the hooks at each hook point.
 
 A step is :meth:`Driver.begin_step`, :meth:`Driver.before_backward` for each micro-batch, :meth:`Driver.after_backward`,
 :meth:`Driver.before_update` and :meth:`Driver.after_update`. The loop decides what happens between these calls.
@@ -28,7 +28,7 @@ INITIAL_COLUMNS = 128  # steps
 
 
 class Driver:
-    """Updates the loop's state and fires the hook points of its manager, at each transition of the loop."""
+    """Updates the loop's state and calls the hooks of its manager, at each transition of the loop."""
 
     def __init__(self, task: TrainingTask, manager: HookManager) -> None:
         self.task, self.manager, self.loop = task, manager, manager.state.loop
