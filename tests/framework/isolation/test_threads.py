@@ -103,11 +103,11 @@ def test_trainings_in_two_threads_are_independent(tmp_path: Path, group: str) ->
 def test_model_of_another_thread_is_left_alone(tmp_path: Path) -> None:
     """A model that another thread calls while a hook computes a loss is no module of the loss: nothing is undone."""
     net, other, calls = nn.Linear(4, 2), nn.BatchNorm1d(4), list[int]()
-    waiting: queue.Queue[Tensor] = queue.Queue()
+    waiting: queue.Queue[Tensor | None] = queue.Queue()
 
     def serve() -> None:
-        while True:
-            other(waiting.get())
+        for batch in iter(waiting.get, None):
+            other(batch)
             waiting.task_done()
 
     def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -116,7 +116,8 @@ def test_model_of_another_thread_is_left_alone(tmp_path: Path) -> None:
         waiting.join()
         return model(batch).square().mean()
 
-    threading.Thread(target=serve, daemon=True).start()
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     options: dict[str, Any] = {"hooks": ["hessian"], "loss": loss_of, "display": "none"}
     with loopscope.attach(net, optimizer, out=tmp_path / "run", **options) as scope:
@@ -124,6 +125,8 @@ def test_model_of_another_thread_is_left_alone(tmp_path: Path) -> None:
             scope.backward(loss_of(net, batch))
             optimizer.step()
             optimizer.zero_grad()
+    waiting.put(None)
+    thread.join()  # the streams of later tests would be shared with it
     assert other.num_batches_tracked.item() == len(calls) > 3
 
 
