@@ -171,7 +171,7 @@ class HookCalls:
             mutates=hook.mutates,
             device=self._guardian_device,
             stream=(hook.name, where, self._state.loop.step),
-            loop=self._hooks.loop,
+            loop=self._hooks.loop_type,
             profiler=self._hooks.profiler,
         )
 
@@ -242,7 +242,7 @@ class HookCalls:
         self._hooks.profiler.count_samples("forward", inputs)
         if self._task.ranks.shards:
             self._task.ranks.join()
-        return forward_pass(self._state, inputs, capture, train)
+        return forward_pass(self._state, inputs, capture, train=train)
 
     def _evaluate(self, weights: Vector) -> dict[str, float]:
         model = self._task.model
@@ -275,7 +275,7 @@ def with_gradients_borrowed(state: TrainingState, function: Callable[[], Result]
         return function()
 
 
-def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
+def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], *, train: bool) -> ForwardResult:
     """Run the model without gradients; the pass is undone.
 
     Captured outputs are copies, made before a later module can overwrite them. If a module is called several times, its

@@ -52,7 +52,7 @@ class HookSet:
         state: TrainingState,
         isolation: Isolation,
         *,
-        loop: str,
+        loop_type: str,
         taps: TapSet,
         failures: HookFailures,
         profiler: Profiler,
@@ -62,8 +62,8 @@ class HookSet:
         self.failures = failures
         self.tables: dict[str, Mapping[str, Mapping[str, float]]] = {}
         self._hooks = list(hooks)
-        self.loop = loop
-        self.listeners = Listeners(self._hooks, loop)
+        self.loop_type = loop_type
+        self.listeners = Listeners(self._hooks, loop_type)
         self.isolation = isolation
         self.profiler = profiler
         self._state = state
@@ -151,7 +151,7 @@ class HookSet:
             self.disable_all()
             raise error
         self.failures.pending = error
-        self.isolation.rebase()
+        self.isolation.retake_baseline()
 
     def _query(self, hook: TrainingHook, where: str, function: Callable[[], Result]) -> Result | None:
         """Query a hook's metadata or state, isolated but neither profiled nor offloaded."""
@@ -225,7 +225,7 @@ class HookSet:
     def disable_all(self) -> None:
         """Call no hook from now on, since the training state is damaged and metrics of it would be wrong."""
         self._disabled = True
-        self.isolation.rebase()  # otherwise the mutation would be attributed to the sinks, which are closed later
+        self.isolation.retake_baseline()  # otherwise the sinks, which are closed later, would be blamed
 
     def _run_in_gate(
         self, call: Call, function: Callable[[], Result], intervention: InterventionHook | None = None
@@ -321,14 +321,14 @@ class HookSet:
         except LoopscopeError:
             self._hooks = started
             raise
-        self.listeners = Listeners(self._hooks, self.loop)  # start() may set the schedule
+        self.listeners = Listeners(self._hooks, self.loop_type)  # start() may set the schedule
 
     def _start(self, hook: TrainingHook, run: RunInfo) -> None:
-        if hook.loop_points is not None and not Listeners([hook], self.loop).of(hook):
+        if hook.loop_points is not None and not Listeners([hook], self.loop_type).of(hook):
             reason = "its loop_points have no point of this loop"
-            raise UnsuitableError(f"Hook {hook.name!r} is never called in the {self.loop} loop: {reason}.")
+            raise UnsuitableError(f"Hook {hook.name!r} is never called in the {self.loop_type} loop: {reason}.")
         hook_validation.start(hook, run)
-        Listeners([hook], self.loop)  # raises UsageError for an invalid schedule
+        Listeners([hook], self.loop_type)  # raises UsageError for an invalid schedule
 
     def restrict_to(self, points: Set[HookPoint], reason: str) -> None:
         """Leave out hooks that mutate or commit, or that fire outside of ``points``; called before the start.

@@ -26,7 +26,7 @@ class Listener:
         points = hook.hook_points if hook.loop_points is None and point not in hook.hook_points else (point,)
         intervenes = isinstance(hook, InterventionHook) and any(map(hook.intervenes_at, points))
         self.intervention = hook if isinstance(hook, InterventionHook) and intervenes else None
-        self.rank = 0 if self.intervention is None else 1 + bool(self.intervention.commits)
+        self.call_order = 0 if self.intervention is None else 1 + bool(self.intervention.commits)
         """Order at one point: observers, interventions, committing interventions."""
         self.has_urgent_metrics = point in STEP_POINTS and type(hook).is_urgent is not TrainingHook.is_urgent
         schedule = hook.point_schedules.get(point, hook.step_schedule)
@@ -57,19 +57,19 @@ class Listener:
 class Listeners:
     """The listeners of a run, by hook point, in the order of their calls."""
 
-    def __init__(self, hooks: Iterable[TrainingHook], loop: str) -> None:
+    def __init__(self, hooks: Iterable[TrainingHook], loop_type: str) -> None:
         by_point: list[list[Listener]] = [[] for _ in HookPoint]
         hooks = [*hooks]
         self.of_evaluations = [Listener(hook, HookPoint.SNAPSHOT, ALWAYS) for hook in hooks if hook.reports_evaluations]
         """The listeners of evaluations that neither POST_EPOCH nor SNAPSHOT follows."""
         for hook in hooks:
             try:
-                windows = windows_for(hook.hook_points, hook.loop_points, loop)
+                windows = windows_for(hook.hook_points, hook.loop_points, loop_type)
             except UsageError as error:
                 raise UsageError(f"Hook {hook.name!r}: {error}") from error
             for point, window in windows.items():
                 by_point[point].append(Listener(hook, point, window))
-        self.at = [sorted(listeners, key=attrgetter("rank")) for listeners in by_point]
+        self.at = [sorted(listeners, key=attrgetter("call_order")) for listeners in by_point]
         """The listeners by hook point. A point without listeners costs only this lookup."""
         self.of_backward_passes = [
             hook for hook in hooks if type(hook).before_backward is not TrainingHook.before_backward and self.of(hook)

@@ -112,7 +112,7 @@ class HookManager:
             named,
             state,
             self.isolation,
-            loop=loop,
+            loop_type=loop,
             taps=self.taps,
             failures=failures,
             profiler=self.profiler,
@@ -141,9 +141,9 @@ class HookManager:
     def check_loop(self, loop: str) -> None:
         """Raise :class:`UsageError` if the manager was made for another loop, or has ended."""
         require(not self._ended, "This hook manager has ended; create a new one for another run.")
-        matches = loop == self.hooks.loop or not any(True for _ in self.hooks)
+        matches = loop == self.hooks.loop_type or not any(True for _ in self.hooks)
         advice = f"create it with HookManager(..., loop={loop!r})"
-        require(matches, f"The hook manager of {loop}_loop was created for the {self.hooks.loop} loop; {advice}.")
+        require(matches, f"The hook manager of {loop}_loop was created for the {self.hooks.loop_type} loop; {advice}.")
 
     def run_info(self, experiment: str, strategy: str, output_dir: Path) -> RunInfo:
         """Return the description of a run with this manager, for hooks and sinks."""
@@ -153,7 +153,7 @@ class HookManager:
             strategy=strategy,
             output_dir=output_dir,
             task=self.task,
-            loop=self.hooks.loop,
+            loop=self.hooks.loop_type,
             seed=self.state.streams.seed,
             optimizer_class=classes[0] if len(classes) == 1 else Optimizer,
             optimizer_classes=classes,
@@ -307,7 +307,7 @@ class HookManager:
         return {
             "The list of hooks": ", ".join(hook.name for hook in self.hooks),
             **{f"The configuration of hook {hook.name!r}": options_of(hook) for hook in self.hooks},
-            "The loop": self.hooks.loop,
+            "The loop": self.hooks.loop_type,
             "The seed of the hooks' random streams": streams.seed,
             "The number of batches": len(task.loader),
             **{f"The task's {name}": getattr(task, name) for name in names},

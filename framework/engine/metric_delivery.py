@@ -44,7 +44,7 @@ class QueueLength(NamedTuple):
 class PendingMetrics(Generic[Origin]):
     """A queue of metrics whose tensors stay on their devices, as copies that later changes do not affect.
 
-    ``add`` copies the tensors of one hook call into one small vector per device and dtype; ``to_host`` concatenates the
+    ``add`` copies the tensors of one hook call into one small vector per device and dtype. ``drain_to_host`` joins the
     vectors of all calls and moves them to the host in one transfer per device, for all dtypes together.
     """
 
@@ -108,20 +108,20 @@ class PendingMetrics(Generic[Origin]):
             del vectors[mark.vectors.get(key, 0) :]
         self._packed = {key: vectors for key, vectors in self._packed.items() if vectors}
 
-    def on_host(self) -> list[tuple[Origin, dict[str, Any]]]:
+    def host_values(self) -> list[tuple[Origin, dict[str, Any]]]:
         """Return the origin and the host values of every queued call, in order."""
-        numbers = _on_host({key: torch.cat(vectors) for key, vectors in self._packed.items()})
+        numbers = _host_numbers({key: torch.cat(vectors) for key, vectors in self._packed.items()})
         return [(origin, _substituted(metrics, keys, numbers)) for origin, metrics, keys in self._entries]
 
-    def to_host(self) -> list[tuple[Origin, dict[str, Any]]]:
-        """Return the result of :meth:`on_host` and clear the queue."""
-        host = self.on_host()
+    def drain_to_host(self) -> list[tuple[Origin, dict[str, Any]]]:
+        """Return the result of :meth:`host_values` and clear the queue."""
+        host = self.host_values()
         self._entries.clear()
         self._packed.clear()
         return host
 
 
-def _on_host(vectors: Mapping[Group, Tensor]) -> dict[Group, Iterator[Any]]:
+def _host_numbers(vectors: Mapping[Group, Tensor]) -> dict[Group, Iterator[Any]]:
     """Return the exact numbers of each vector, after one transfer per device.
 
     Vectors of several dtypes are transferred as bytes, the widest dtype first, so that every vector is aligned.
@@ -212,7 +212,7 @@ MOST_ROWS = 1024
 
 
 @dataclass(slots=True)  # not frozen, since one is created for every call, and a frozen one takes three times as long
-class Report:
+class MetricOrigin:
     """The origin of a set of metrics."""
 
     hook: TrainingHook
@@ -246,8 +246,8 @@ class MetricDelivery:
         self.sink_errors: list[dict[str, Any]] = []
         """Sinks that failed, each with the step and the error."""
         self._run_hook = run_hook
-        self._pending: PendingMetrics[Report] = PendingMetrics()
-        self._pending_steps: PendingMetrics[Report] = PendingMetrics()
+        self._pending: PendingMetrics[MetricOrigin] = PendingMetrics()
+        self._pending_steps: PendingMetrics[MetricOrigin] = PendingMetrics()
         self._started = False
         self._infos: Mapping[str, MetricInfo] = {}
         # The number of metric names whose descriptions have been checked.
@@ -267,7 +267,7 @@ class MetricDelivery:
 
     def pending(self) -> list[tuple[int, dict[str, Any]]]:
         """Return the buffered step metrics as host values by full name, each with their step; they stay buffered."""
-        waiting = self._pending_steps.on_host()
+        waiting = self._pending_steps.host_values()
         return [
             (report.step, {f"{report.hook.name}/{name}": value for name, value in values.items()})
             for report, values in waiting
@@ -282,7 +282,7 @@ class MetricDelivery:
         if isinstance(metrics, dict) and not metrics:
             return
         pending = self._pending_steps if point in STEP_POINTS else self._pending
-        copies = pending.add(Report(hook, point, step), metrics)
+        copies = pending.add(MetricOrigin(hook, point, step), metrics)
         last, prefix = self._last[point], hook.name + "/"
         for name, value in copies.items():
             last[prefix + name] = self._newest[prefix + name] = value
@@ -312,7 +312,7 @@ class MetricDelivery:
     def deliver(self, point: HookPoint, epoch: int, step: int) -> None:
         """Transfer the metrics of an epoch-level point to the host and emit them together."""
         merged: dict[str, Any] = {}
-        arrived = self._pending.to_host()
+        arrived = self._pending.drain_to_host()
         for report, values in arrived:
             merged |= {f"{report.hook.name}/{name}": value for name, value in values.items()}
         if merged:
@@ -338,7 +338,7 @@ class MetricDelivery:
         self.urgent.clear()
         by_point: dict[HookPoint, dict[str, Series]] = {}
         last_step = 0
-        arrived = self._pending_steps.to_host()
+        arrived = self._pending_steps.drain_to_host()
         for report, values in arrived:
             table = by_point.setdefault(report.point, {})
             last_step = max(last_step, report.step)
@@ -350,7 +350,7 @@ class MetricDelivery:
             self._emit(by_point[point], epoch, point, last_step)
         self._run_checks(arrived, epoch)
 
-    def _run_checks(self, arrived: list[tuple[Report, dict[str, Any]]], epoch: int) -> None:
+    def _run_checks(self, arrived: list[tuple[MetricOrigin, dict[str, Any]]], epoch: int) -> None:
         """Call ``check`` of every hook for its delivered values, in one isolated call, after the sinks have them."""
         rows_by_hook: dict[TrainingHook, list[tuple[int, dict[str, Any]]]] = {}
         for report, values in arrived:
@@ -383,7 +383,7 @@ class MetricDelivery:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the buffered metrics, as host values, and the newest ones."""
-        pending = self._pending_steps.on_host()
+        pending = self._pending_steps.host_values()
         waiting = [[report.hook.name, report.point.name, report.step, values] for report, values in pending]
         return {"waiting": waiting, "last": list(self._last), "newest": self._newest}
 
@@ -391,7 +391,7 @@ class MetricDelivery:
         """Restore a state of :meth:`state_dict`, without buffered metrics of hooks that are no longer active."""
         for name, point, step, values in state["waiting"]:
             if name in hooks:
-                self._pending_steps.add(Report(hooks[name], HookPoint[point], step), values)
+                self._pending_steps.add(MetricOrigin(hooks[name], HookPoint[point], step), values)
         self._last = [dict(metrics) for _, metrics in zip(HookPoint, state["last"], strict=True)]
         self._newest = dict(state["newest"])
         self._checked_count = len(self._newest)

@@ -289,7 +289,7 @@ class ModelContext(ModelDataContext):
         step_batch = self._batch_or_current(batch)
         groups = self._task.optimizer.param_groups
         self._open.profiler.count_samples("forward_backward", step_batch)
-        rates = borrowed_learning_rates(groups, learning_rates)
+        rates = nullcontext() if learning_rates is None else borrowed_learning_rates(groups, learning_rates)
         options = borrowed_group_options(groups, rate_factor=rate_factor, weight_decay=weight_decay)
         gradients, scaler = borrowed_gradients(self._state.modules), borrowed_scaler(self._task)
         with script_settings(), gradients, scaler, rates, torch.enable_grad():

@@ -24,14 +24,13 @@ def copy_attributes(original: Tensor, copy: Tensor) -> None:
 
 
 @contextmanager
-def borrowed_modes(owner: ModuleOrGroup, *, train: bool | None) -> Iterator[None]:
-    """Set every module to train or eval mode for the body, and restore the modes (``None``: only restore)."""
+def borrowed_modes(owner: ModuleOrGroup, *, train: bool) -> Iterator[None]:
+    """Set every module to train or eval mode for the body, and restore the modes."""
     # Attributes are set directly, since a model may override train() to keep parts of it in eval mode.
     modes = [(module, module.training) for module in owner.modules()]
     try:
-        if train is not None:
-            for module, _ in modes:
-                module.training = train
+        for module, _ in modes:
+            module.training = train
         yield
     finally:
         for module, mode in modes:
@@ -94,15 +93,12 @@ def borrowed_extras(state: TrainingState) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float] | None) -> Iterator[None]:
-    """Set the learning rates of the optimizer's parameter groups for the body (``None``: do not change them).
+def borrowed_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> Iterator[None]:
+    """Set the learning rates of the optimizer's parameter groups for the body.
 
     Raises:
         LoopscopeError: unless there is one learning rate for each group.
     """
-    if rates is None:
-        yield
-        return
     if len(rates) != len(groups):
         raise LoopscopeError(
             f"take_step was given {len(rates)} learning rates, but the optimizer has {len(groups)} parameter groups; "

@@ -152,7 +152,7 @@ class Isolation:
             self._is_recording = True
             NODE_HOOKS.start()
         if self._audit.enabled:
-            self.rebase()
+            self.retake_baseline()
         else:
             self._tripwire.take_baseline()
 
@@ -192,7 +192,7 @@ class Isolation:
         self.streams.derive(name, where, step)
         self._derived_streams = self.streams.save()
 
-    def rebase(self) -> None:
+    def retake_baseline(self) -> None:
         """Make the current state the baseline: after a commit, or after a rollback moved tensor versions.
 
         Does nothing outside of a visit, which has no baseline.
@@ -244,7 +244,7 @@ class Isolation:
         those of loopscope's own code share it.
         """
         if self._has_commit:
-            self.rebase()
+            self.retake_baseline()
         shares = call.is_shipped and not self._check_every_call
         grad_mode = torch.is_grad_enabled()
         if not shares and (self._calls_sharing_bytes or self._unchecked_calls):
@@ -352,9 +352,9 @@ class Isolation:
             tripwire.record_bytes()
         return is_full
 
-    def _check_quickly(self, culprit: object, calls: list[Call]) -> None:
+    def _check_quickly(self, caller: object, calls: list[Call]) -> None:
         try:
-            self._tripwire.check_quickly(culprit)
+            self._tripwire.check_quickly(caller)
         except StateMutationError:
             # The end of the visit would blame these calls for the same change.
             self._unchecked_calls, self._unfinished_calls, self._calls_sharing_bytes = [], [], []
@@ -367,7 +367,7 @@ class Isolation:
         """Run ``function`` on the call's random stream and roll back all its changes of the training state."""
         self.finish_checks()
         if self._has_commit:
-            self.rebase()
+            self.retake_baseline()
         # One state copy serves all interventions of a visit, since each is rolled back; a commit invalidates it.
         if mutates and not self._is_saved:
             self._state.sharding.refuse_gathered()

@@ -94,7 +94,7 @@ class Tripwire:
             self._owned = _owned_storages(tensors)
             self._settings, self._hooks = self._state.flags.read_slow(), hook_contents(self._state)
 
-    def check_bytes(self, culprit: object) -> None:
+    def check_bytes(self, caller: object) -> None:
         """Raise :class:`StateMutationError` if recorded bytes, any slow setting or any table of hooks differ."""
         if not self._bytes:
             return
@@ -107,9 +107,9 @@ class Tripwire:
                 hooks = hook_contents(self._state)
                 changes += [name for name in {**self._hooks, **hooks} if self._hooks.get(name) != hooks.get(name)]
         except Exception as error:
-            raise unreadable_state(culprit, error) from error
+            raise unreadable_state(caller, error) from error
         if changes:
-            raise mutation_error(culprit, changes)
+            raise mutation_error(caller, changes)
 
     def _holds_equal_bytes(self, now: Sweep) -> bool:
         """Return whether only versions differ from the baseline, and the written tensors hold equal bytes."""
@@ -120,8 +120,8 @@ class Tripwire:
         written = [tensor for tensor, old, new in triples if old != new]
         return not self._bytes.changed(written)
 
-    def check_quickly(self, culprit: object, *, is_second: bool = False) -> None:
-        """Make a quick sweep; raise :class:`StateMutationError`, which names ``culprit`` and the changes."""
+    def check_quickly(self, caller: object, *, is_second: bool = False) -> None:
+        """Make a quick sweep; raise :class:`StateMutationError`, which names ``caller`` and the changes."""
         try:
             quick, self._swept = self._sweep()
             previous, watch, self.rewritten = self._quick, self.watch, False
@@ -137,13 +137,13 @@ class Tripwire:
             self.rewritten = self._holds_equal_bytes(quick)
             changes = [] if self.rewritten else self._changes(quick) or ["the set of tensors"]
         except Exception as error:
-            _check_again(self.check_quickly, culprit, error, is_second=is_second)
+            _check_again(self.check_quickly, caller, error, is_second=is_second)
             return
         if changes:
-            raise mutation_error(culprit, changes)
+            raise mutation_error(caller, changes)
         self._quick = quick
 
-    def check_rest(self, culprit: object, *, is_second: bool = False) -> None:
+    def check_rest(self, caller: object, *, is_second: bool = False) -> None:
         """Extend the latest quick sweep to a complete one; raise :class:`StateMutationError` for changes."""
         try:
             rest, previous = self._sweep_rest(self._swept), self._rest
@@ -154,10 +154,10 @@ class Tripwire:
                 is_same = False
             changes = [] if is_same and not any(self.watch.empty_views) else self._changes_of_rest(rest)
         except Exception as error:
-            _check_again(self.check_rest, culprit, error, is_second=is_second)
+            _check_again(self.check_rest, caller, error, is_second=is_second)
             return
         if changes:
-            raise mutation_error(culprit, changes)
+            raise mutation_error(caller, changes)
         self._rest, self._attribute_addresses = rest, self.watch.attribute_addresses
 
     def restore_cheaply(self) -> None:
@@ -228,7 +228,11 @@ class Tripwire:
         previous, watch = self._quick, self.watch
         names = self._state.names()
         tables = zip((watch.pure, watch.mixed), previous, now, strict=False)
-        changes = [watch.place(containers, old, names) for containers, old, new in tables if not same_values(old, new)]
+        changes = [
+            watch.name_of_difference(containers, old, names)
+            for containers, old, new in tables
+            if not same_values(old, new)
+        ]
         frequent = zip((*watch.tensor_parts, *watch.step_parts), previous[2:], now[2:], strict=False)
         changes += [part.label for part, old, new in frequent if not same_values(old, new)]
         if changes or len(previous[-1]) != len(now[-1]):
@@ -241,7 +245,7 @@ class Tripwire:
         changes: list[str] = []
         if not same_values(previous[0], now[0]):
             changes.append(watch.attribute(previous[0], now[0], self._state.names()))
-        if place := watch.place_in_spaces(previous[1], now[1]):
+        if place := watch.name_of_difference_in_spaces(previous[1], now[1]):
             changes.append(place)
         if not same_values(previous[3], now[3]):
             changes.append("the contents of the batch")
@@ -254,7 +258,9 @@ class Tripwire:
         if not self._moved_with_equal_bytes(previous[-1], now[-1]):
             changes += self._differing_tensors(previous[-1], now[-1], attribute_tensors)
         changes += [] if changes else self._named(_different(attribute_tensors, previous[-2], now[-2]))
-        return changes + [watch.place([container], (), self._state.names()) for container in watch.no_longer_empty()]
+        return changes + [
+            watch.name_of_difference([container], (), self._state.names()) for container in watch.no_longer_empty()
+        ]
 
     def _moved_with_equal_bytes(self, previous: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
         """Return whether tensors only have other memory, with equal recorded bytes, which no other tensor shared.
@@ -302,17 +308,17 @@ def _owned_storages(tensors: Iterable[Tensor]) -> dict[int, bool]:
     }
 
 
-def _check_again(check: Callable[..., None], culprit: object, error: Exception, *, is_second: bool) -> None:
+def _check_again(check: Callable[..., None], caller: object, error: Exception, *, is_second: bool) -> None:
     """Repeat a check without warnings if one has ended it; raise :class:`StateMutationError` for another error."""
     if is_second or not isinstance(error, Warning):
-        raise unreadable_state(culprit, error) from error
+        raise unreadable_state(caller, error) from error
     with library_warnings_ignored():
-        check(culprit, is_second=True)
+        check(caller, is_second=True)
 
 
-def unreadable_state(culprit: object, error: Exception) -> StateMutationError:
+def unreadable_state(caller: object, error: Exception) -> StateMutationError:
     """Return the error for an unreadable state, which is treated as modified."""
-    return mutation_error(culprit, [f"it can no longer be read ({type(error).__name__}: {error})"])
+    return mutation_error(caller, [f"it can no longer be read ({type(error).__name__}: {error})"])
 
 
 def _column(read: Callable[[Tensor], Any], tensors: list[Tensor]) -> tuple[Any, ...]:
@@ -341,10 +347,10 @@ def _reading(getter: Callable[[], Any]) -> Any:
         return None
 
 
-def mutation_error(culprit: object, changes: list[str]) -> StateMutationError:
-    """Return the error that names the culprit and its changes."""
+def mutation_error(caller: object, changes: list[str]) -> StateMutationError:
+    """Return the error that names the caller and its changes."""
     return StateMutationError(
-        f"{culprit} may only read, but changed the training state: {listed(changes, 5)}. The change cannot be undone, "
+        f"{caller} may only read, but changed the training state: {listed(changes, 5)}. The change cannot be undone, "
         "so the run ends here and no checkpoint is written from this state. If the hook must modify the state, make it "
         "an InterventionHook; its changes are then rolled back."
     )
@@ -373,16 +379,16 @@ class Audit:
             self._gradients = {parameter: parameter.grad for parameter in parameters}
             self._objects = Objects((*self._state.roots(self._parts), self._gradients), persistent=False)
 
-    def check(self, culprit: object) -> None:
-        """Raise :class:`StateMutationError`, which names ``culprit`` and the differences, if the state changed."""
+    def check(self, caller: object) -> None:
+        """Raise :class:`StateMutationError`, which names ``caller`` and the differences, if the state changed."""
         if self.enabled:
             try:
                 with library_warnings_ignored():
                     changes = self._digests.differing(self._read()) or self._replaced_objects()
             except Exception as error:
-                raise unreadable_state(culprit, error) from error
+                raise unreadable_state(caller, error) from error
             if changes:
-                raise mutation_error(culprit, changes)
+                raise mutation_error(caller, changes)
 
     def _read(self) -> RecordedEntries:
         return RecordedEntries(self._state.leaf_values(self._parts))

@@ -167,7 +167,7 @@ class WatchList:
     def _spaces_with_parts(self) -> Iterable[tuple[dict[Any, Any], Watched]]:
         return zip(self._value_spaces, self._space_parts, strict=True)
 
-    def place_in_spaces(self, previous: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    def name_of_difference_in_spaces(self, previous: tuple[Any, ...], now: tuple[Any, ...]) -> str:
         """Name the first value that differs between two results of :meth:`read_spaces`; empty if none does."""
         sizes = _first_difference(previous[2], now[2])
         if sizes < len(self._space_parts):
@@ -242,9 +242,9 @@ class WatchList:
             space, key = self._attribute_keys[index - start]
             return f"{self.name(space, names)}.{short_name(key)}"
         start += len(self._attribute_keys)
-        return self.place(self.attributes, previous[start:], names)
+        return self.name_of_difference(self.attributes, previous[start:], names)
 
-    def place(self, containers: list[Any], previous: tuple[Any, ...], names: dict[int, str]) -> str:
+    def name_of_difference(self, containers: list[Any], previous: tuple[Any, ...], names: dict[int, str]) -> str:
         """Name the first item at which containers differ from their former values, given as one flat tuple."""
         sizes = [len(self._keys[id(container)]) for container in containers]
         if sum(sizes) != len(previous):  # containers of plain values may have grown since this list was built

@@ -77,7 +77,7 @@ class Flags(Part):
         )
 
 
-class Kinds(Part):
+class ObjectTypes(Part):
     """The names of the classes whose state dicts only the same class can load."""
 
     name = "kinds"
@@ -337,7 +337,7 @@ def _other_leaves(state: StateObjects, named: Iterable[tuple[str, Any]]) -> Leav
 EXTRAS, GENERATORS, OTHERS = Extras(), Generators(), OtherTensors()
 # A new part belongs here, so that OtherTensors knows its tensors. Flags are first: an entered mode, which could
 # intercept the restoration of other parts, is left before them.
-_NAMED = (Flags(), DeferredCalls(), Kinds(), *MODEL_PARTS, *UPDATE_PARTS, Scaler(), EXTRAS, Loop())
+_NAMED = (Flags(), DeferredCalls(), ObjectTypes(), *MODEL_PARTS, *UPDATE_PARTS, Scaler(), EXTRAS, Loop())
 PARTS = (*_NAMED, OTHERS, GENERATORS)
 
 

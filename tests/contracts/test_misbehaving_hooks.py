@@ -175,7 +175,7 @@ def assert_no_effect_or_caught(kind: type, names: list[str], where: list[HookPoi
         return
     points_of_loop = windows_for(mutator.hook_points, mutator.loop_points, case.loop)
     culprits = [f"Hook 'misbehaving' at {point.name} of step " for point in points_of_loop]
-    assert any(culprit in str(run.error) for culprit in culprits)
+    assert any(caller in str(run.error) for caller in culprits)
     bare_digests = bare_run(case)[0][: len(run.digests)]
     assert [differences(*pair) for pair in zip(bare_digests, run.digests, strict=True)] == [[]] * len(bare_digests)
     assert_saved_states_intact(run)

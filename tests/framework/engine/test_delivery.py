@@ -244,7 +244,7 @@ def test_values_of_many_dtypes_arrive_exactly():
          for name, value in metrics.items()}
         for metrics in calls
     ]  # fmt: skip
-    assert [list(map(repr, row.values())) for _, row in pending.to_host()] == [
+    assert [list(map(repr, row.values())) for _, row in pending.drain_to_host()] == [
         list(map(repr, row.values())) for row in expected
     ]
 
@@ -261,7 +261,7 @@ def test_random_dtype_mixtures_arrive_bit_exact(calls, draw):
         tensors = {str(index): raw.view(dtype)[0] for index, (raw, dtype) in enumerate(zip(bits, dtypes, strict=True))}
         pending.add(None, tensors)
         expected.append({name: repr(tensor.item()) for name, tensor in tensors.items()})
-    assert [{name: repr(value) for name, value in row.items()} for _, row in pending.to_host()] == expected
+    assert [{name: repr(value) for name, value in row.items()} for _, row in pending.drain_to_host()] == expected
 
 
 def test_host_numbers_are_not_transferred():
@@ -272,8 +272,8 @@ def test_pending_metrics_return_to_their_places_in_order():
     pending = PendingMetrics()
     pending.add("first", {"a": torch.tensor(1.0), "b": [torch.tensor(2), torch.tensor(3.0)], "c": np.float64(0.5)})
     pending.add("second", {"a": torch.tensor(4.0)})
-    assert pending.to_host() == [("first", {"a": 1.0, "b": [2, 3.0], "c": 0.5}), ("second", {"a": 4.0})]
-    assert pending.to_host() == []
+    assert pending.drain_to_host() == [("first", {"a": 1.0, "b": [2, 3.0], "c": 0.5}), ("second", {"a": 4.0})]
+    assert pending.drain_to_host() == []
 
 
 class Checking(SpyHook):

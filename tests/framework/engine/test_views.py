@@ -35,10 +35,10 @@ def test_forward_pass_restores_state_and_module_hooks(train_mode):
     """The state digest is the same afterwards, even if the pass raises."""
     _, state = build(Case())
     before = state.digest()
-    forward_pass(state, data_for("batchnorm_mlp")[0], ["1", "3"], train_mode)
+    forward_pass(state, data_for("batchnorm_mlp")[0], ["1", "3"], train=train_mode)
     assert state.digest() == before
     with pytest.raises(RuntimeError):
-        forward_pass(state, torch.ones(2, 99), ["1"], train_mode)
+        forward_pass(state, torch.ones(2, 99), ["1"], train=train_mode)
     assert state.digest() == before
 
 
@@ -46,7 +46,7 @@ def test_eval_forward_pass_matches_eval_model():
     """The output requires no gradient."""
     task, state = build(Case())
     inputs = data_for("batchnorm_mlp")[0]
-    output = forward_pass(state, inputs, [], False).output
+    output = forward_pass(state, inputs, [], train=False).output
     assert not output.requires_grad
     assert torch.equal(output, task.model.eval()(inputs))
 
@@ -55,11 +55,11 @@ def test_train_forward_pass_uses_batchnorm_and_dropout():
     """Batch norm uses the statistics of the batch, and dropout zeroes activations."""
     _, state = build(Case())
     inputs = data_for("batchnorm_mlp")[0]
-    result = forward_pass(state, inputs, ["1", "3"], True)
+    result = forward_pass(state, inputs, ["1", "3"], train=True)
     normalised = result.captured["1"]
     assert torch.allclose(normalised.mean(dim=0), torch.zeros(8), atol=1e-5)
     assert (result.captured["3"] == 0).sum() > (normalised.relu() == 0).sum()
-    assert not torch.equal(result.output, forward_pass(state, inputs, [], False).output)
+    assert not torch.equal(result.output, forward_pass(state, inputs, [], train=False).output)
 
 
 def test_dropout_masks_ignore_other_hooks():
@@ -80,7 +80,7 @@ def test_captured_outputs_survive_inplace_modules():
     """Each captured output is that of its module, before a later module writes to it in place."""
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     inputs = torch.randn(16, 3)
-    captured = forward_pass(state_of(model), inputs, ["0", "1", "2", ""], False).captured
+    captured = forward_pass(state_of(model), inputs, ["0", "1", "2", ""], train=False).captured
     with torch.no_grad():
         linear = model[0](inputs)
         assert torch.equal(captured["0"], linear)
@@ -105,7 +105,7 @@ class Pair(nn.Module):
 def test_input_tuple_and_outputs_pass_through():
     """The model receives several inputs as a tuple, and a structured output is returned as it is."""
     a, b = torch.ones(2), torch.zeros(3)
-    result = forward_pass(TrainingState(Pair(), None, RandomStreams(0)), (a, b), ["inner", "alias"], False)
+    result = forward_pass(TrainingState(Pair(), None, RandomStreams(0)), (a, b), ["inner", "alias"], train=False)
     assert result.output[0] is a
     assert result.output[1]["b"] is b
     assert torch.equal(result.captured["alias"], b)
@@ -116,7 +116,7 @@ def test_unknown_module_name_suggests_nearest():
     """The error is raised before the model runs or gets a forward hook."""
     model = MODELS["tied"]()
     with pytest.raises(UsageError, match=r"Unknown module 'embeding'\. Did you mean 'embedding'"):
-        forward_pass(state_of(model), None, ["embeding"], False)
+        forward_pass(state_of(model), None, ["embeding"], train=False)
     assert not model.embedding._forward_hooks
 
 
@@ -135,7 +135,7 @@ def test_overwriting_captured_output_leaves_model_unchanged():
 
     model.append(Showing(model[0].weight))
     before = state.digest()
-    forward_pass(state, torch.ones(1, 3), ["1"], False).captured["1"].zero_()
+    forward_pass(state, torch.ones(1, 3), ["1"], train=False).captured["1"].zero_()
     assert state.digest() == before
 
 

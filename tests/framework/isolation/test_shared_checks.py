@@ -45,9 +45,9 @@ def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     culprits: list[str] = []
     check_bytes = Tripwire.check_bytes
 
-    def counted(self: Tripwire, culprit: object) -> None:
-        culprits.append(str(culprit))
-        check_bytes(self, culprit)
+    def counted(self: Tripwire, caller: object) -> None:
+        culprits.append(str(caller))
+        check_bytes(self, caller)
 
     monkeypatch.setattr(Tripwire, "check_bytes", counted)
     return culprits
@@ -143,9 +143,9 @@ def quick_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     culprits: list[str] = []
     check_quickly = Tripwire.check_quickly
 
-    def counted(self: Tripwire, culprit: object) -> None:
-        culprits.append(str(culprit))
-        check_quickly(self, culprit)
+    def counted(self: Tripwire, caller: object) -> None:
+        culprits.append(str(caller))
+        check_quickly(self, caller)
 
     monkeypatch.setattr(Tripwire, "check_quickly", counted)
     return culprits

@@ -29,7 +29,7 @@ CALLS: list[tuple[str, str]] = []
 class Culprit(TrainingHook):
     """Acts once, late in the run; subclasses define the action."""
 
-    name = "culprit"
+    name = "caller"
     hook_points = frozenset(HookPoint)
 
     def act(self, ctx: Any) -> None:
@@ -214,7 +214,7 @@ def test_mutating_evaluation_is_fatal(tmp_path: Path) -> None:
 
     optimizers: list[Any] = []
     with pytest.raises(StateMutationError, match="The 'evaluation' at the loop of step 3 may only read"):
-        session(tmp_path, Careless, strategies=["plain"], hooks=["culprit"], save_checkpoints=1).run()
+        session(tmp_path, Careless, strategies=["plain"], hooks=["caller"], save_checkpoints=1).run()
     asked = [event for event, _ in CALLS if event in ("end", "state_dict")]
     assert asked == ["state_dict"], "once, at the start, where what no checkpoint holds is refused"
     assert not (tmp_path / "careless/plain/checkpoints").exists()
@@ -253,7 +253,7 @@ def test_raising_end_fails_the_run(tmp_path: Path) -> None:
 
     hook = at(Culprit, HookPoint.PRE_EPOCH, end=end)
     with registered(hook), pytest.raises(HookError, match="at end of step 3: ZeroDivisionError: at last"):
-        session(tmp_path, strategies=["plain"], hooks=[hook.name, "culprit"], epochs=1).run()
+        session(tmp_path, strategies=["plain"], hooks=[hook.name, "caller"], epochs=1).run()
     summary = read_json(tmp_path / "small/plain/summary.json")
     assert (summary["status"], summary["hook_errors"][0]["point"]) == ("failed", "end")
     assert CALLS.count(("end", "completed")) == 1
@@ -325,7 +325,7 @@ def test_experiment_bug_propagates_with_summary(tmp_path: Path) -> None:
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize(("hook", "status"), [("culprit", 1), ("misbehaving_hook", 1)])
+@pytest.mark.parametrize(("hook", "status"), [("caller", 1), ("misbehaving_hook", 1)])
 def test_command_reports_failed_run_in_one_line(hook: str, status: int, tmp_path: Path, capfd) -> None:
     """Raising and mutating hooks give exit status 1 and one line on stderr."""
     words = ["run", "small", "--strategy", "plain", "--hooks", hook, "--output-dir", str(tmp_path)]
