@@ -149,7 +149,9 @@ class Tripwire:
             rest, previous = self._sweep_rest(self._swept), self._rest
             has_equal_attributes = self._attribute_addresses == self.watch.attribute_addresses
             try:
-                is_same = (has_equal_attributes or same_values(previous[0], rest[0])) and rest[1:] == previous[1:]
+                has_equal_values = has_equal_attributes or same_values(previous[0], rest[0])
+                is_same = has_equal_values and rest[1:] == previous[1:]
+                is_same = is_same and all(map(call, chain.from_iterable(self.watch.guards)))
             except Exception:  # the comparison of two different tensors may raise
                 is_same = False
             changes = [] if is_same and not any(self.watch.empty_views) else self._changes_of_rest(rest)
@@ -169,6 +171,7 @@ class Tripwire:
         pairs = (
             *zip(watch.getter_parts, self._readings(self._rest[2]), strict=False),
             *zip(watch.value_parts, self._rest[4:], strict=False),
+            *[(part, ()) for part in watch.guarded_parts],
             *zip(watch.tensor_parts, self._quick[2:], strict=False),
         )
         steps: list[Callable[[], object]] = [partial(part.restore, value) for part, value in pairs if part.restore]
@@ -254,6 +257,9 @@ class Tripwire:
         for part, old, new in chain(readings, values):
             if not same_values(old, new):
                 changes += part.differences(old) if part.differences is not None else [part.label]
+        for part in watch.guarded_parts:
+            if part.differences is not None and not all(map(call, part.guards)):
+                changes += part.differences(())
         attribute_tensors = watch.tensors_of(now[0])
         if not self._moved_with_equal_bytes(previous[-1], now[-1]):
             changes += self._differing_tensors(previous[-1], now[-1], attribute_tensors)

@@ -67,9 +67,11 @@ class WatchList:
         self._space_kinds: tuple[type, ...] = ()
         self._space_containers: list[int] = []
         self._get_sequences: Callable[[Any], tuple[Any, ...]] | None = None
-        self._keyed_parts = [part for part in watched_parts if part.key]
-        self._part_keys = [part.key for part in self._keyed_parts]
-        self._key_values = (*map(call, chain.from_iterable(self._part_keys)),)
+        self._keyed_parts = [part for part in watched_parts if part.key or part.guards]
+        self._key_getters = [getter for part in self._keyed_parts for getter in part.key]
+        self._key_values = (*map(call, self._key_getters),)
+        self.guarded_parts = [part for part in watched_parts if part.guards]
+        self.guards = [part.guards for part in self.guarded_parts]
         self._keys = _keys_by_container([*tables, *containers, *self._value_spaces])
         self.tensors = (*chain.from_iterable(self.pure_views),)
         self.other_values = (*chain.from_iterable(self.mixed_views),)
@@ -108,14 +110,15 @@ class WatchList:
 
     def has_equal_keys(self) -> bool:
         """Return whether all parts still have the containers of this list, after refreshing parts whose key differs."""
-        now, previous, end = (*map(call, chain.from_iterable(self._part_keys)),), self._key_values, 0
-        if now == previous:
+        now, previous, end = (*map(call, self._key_getters),), self._key_values, 0
+        if now == previous and all(map(call, chain.from_iterable(self.guards))):
             return True
+        self._key_values = now
         for part in self._keyed_parts:
             start, end = end, end + len(part.key)
-            if now[start:end] != previous[start:end] and (part.refresh is None or not part.refresh()):
+            is_same = now[start:end] == previous[start:end] and all(map(call, part.guards))
+            if not is_same and (part.refresh is None or not part.refresh()):
                 return False
-        self._key_values = (*map(call, chain.from_iterable(self._part_keys)),)
         return True
 
     def read_attributes(self) -> tuple[Any, ...]:

@@ -165,8 +165,8 @@ class RequiresGrad(TensorPart):
         def restore(_: Any) -> None:
             properties.restore()
 
-        readers, refresh = properties.readers, properties.refresh
-        return Watched(getters=readers, key=readers, refresh=refresh, differences=differences, restore=restore)
+        guards, refresh = properties.guards, properties.refresh
+        return Watched(guards=guards, refresh=refresh, differences=differences, restore=restore)
 
 
 def names_of_tensors(state: StateObjects) -> dict[int, str]:

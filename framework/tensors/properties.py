@@ -68,19 +68,22 @@ class TensorProperties:
     def __init__(self, tensors: list[Tensor]) -> None:
         """Read the properties of ``tensors``; uninitialised ones, which have none yet, are left out."""
         self.tensors = [tensor for tensor in tensors if not is_uninitialised(tensor)]
-        self.readers: list[Callable[[], Any]] = []
-        """One function, whose result is the same while all properties are those of the last :meth:`refresh`."""
+        self.guards: list[Callable[[], bool]] = []
+        """One function, which returns whether all properties are those of the last :meth:`refresh`."""
         self.refresh()
 
     def _read(self) -> tuple[Properties, ...]:
         return (*map(properties_of, self.tensors),)
+
+    def _are_same(self) -> bool:
+        return self._read() == self._properties
 
     def refresh(self) -> bool:
         """Read the properties of all tensors, to which :meth:`restore` returns; always returns ``True``."""
         self._properties = self._read()
         can_guard = guards.is_available and all(_has_guard(tensor) for tensor in self.tensors)
         has_guard = bool(self.tensors) and can_guard
-        self.readers[:] = [partial(guards.guard_of(self.tensors), *self.tensors) if has_guard else self._read]
+        self.guards[:] = [partial(guards.guard_of(self.tensors), *self.tensors) if has_guard else self._are_same]
         return True
 
     def differences(self, names: dict[int, str]) -> list[str]:
@@ -91,7 +94,7 @@ class TensorProperties:
                 field = next(name for name in Properties._fields if getattr(old, name) != getattr(new, name))
                 changes.append(f"{names.get(id(tensor), 'a parameter')} ({NAMES[field]})")
         if not changes:  # the guard also fails in another state of autograd, such as inference mode
-            self.readers[:] = [self._read]
+            self.guards[:] = [self._are_same]
         return changes
 
     def restore(self) -> None:
