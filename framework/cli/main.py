@@ -22,6 +22,7 @@ Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None]
 USAGE = """usage: loopscope COMMAND ...
 
   loopscope run EXPERIMENT   train an experiment with hooks; --help shows its options
+  loopscope watch COMMAND    run a training script unchanged, with loopscope attached; --help shows its options
   loopscope ls [FOLDER]      list the runs in a folder: state, length, final metrics
   loopscope show RUN         show the options, the result and the metrics of a run
   loopscope doctor RUN       diagnose a run: what is wrong, why, and what to do next
@@ -61,6 +62,10 @@ def main(arguments: Sequence[str] | None = None, *, packages: str | Sequence[str
         torch, numpy = _installed("torch"), _installed("numpy")
         print(f"loopscope {_installed('loopscope')}, python {python_version()}, torch {torch}, numpy {numpy}")  # noqa: T201
         return 0
+    if words[0] == "watch":
+        from .watch import watch  # it replaces this process, so nothing slow is imported
+
+        return watch(words[1:])
     with preserved_streams():
         # Imported here because it imports torch, which takes about two seconds.
         try:

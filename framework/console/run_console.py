@@ -24,7 +24,7 @@ from .terminal import has_foreign_bars, make_console, show_warnings, supports_fu
 from .text import cleaned
 
 MOST_SHOWN = 10  # alerts of one kind shown per strategy; SNAPSHOT lines count all, and a file has all
-Mode = Literal["normal", "verbose", "live", "silent", "none"]
+Mode = Literal["brief", "normal", "verbose", "live", "silent", "none"]
 Kind = tuple[str, Severity, bool]  # hook/metric, the severity, and whether it is a recovery
 
 
@@ -34,7 +34,7 @@ class RunConsole(Display):
     A failure in it disables the display and never ends the run.
 
     Args:
-        mode: ``normal`` prints lines, ``verbose`` also hooks, files and tables of metrics, ``live`` uses the full
+        mode: ``brief`` prints a line at the start, findings, and the diagnosis at the end, ``normal`` prints lines, ``verbose`` also hooks, files and tables of metrics, ``live`` uses the full
             screen, ``silent`` shows the progress bar and prints warnings at the end, ``none`` prints nothing. Without a
             terminal ``live`` is ``normal``.
         live_metrics: full names of the metrics to show first, by group.
@@ -102,7 +102,7 @@ class RunConsole(Display):
 
     def sinks(self) -> list[MetricSink]:
         """Return the sinks of the display: alerts, and the SNAPSHOT table or the full screen."""
-        if self._mode == "none":
+        if self._mode in ("brief", "none"):
             return []
         sinks: list[MetricSink] = [self._watch, self._numbers]
         if self._live is not None:
@@ -116,6 +116,9 @@ class RunConsole(Display):
 
     def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[TrainingHook]) -> Progress:
         """Print the header of a strategy, and start its progress display."""
+        if self._mode == "brief":
+            self._print(tables.brief_header(run, task))
+            return NoProgress()
         names = [hook.name for hook in hooks]
         name = cleaned(RunFolder(run.output_dir, run.strategy).name)
         is_repeated = bool(names) and names == self._hooks
@@ -159,7 +162,10 @@ class RunConsole(Display):
         if self._live is not None:
             self._live.board.results.append(shown)
         self._stop_progress()
-        self._print(tables.result_line(shown))
+        if self._mode == "brief":
+            self._print(tables.brief_result(shown))
+        else:
+            self._print(tables.result_line(shown))
         width = self.console.width if self.console.is_terminal or self.console.is_jupyter else None
         if findings := tables.findings_text(summary, width):
             self._print(findings)
@@ -171,6 +177,8 @@ class RunConsole(Display):
 
     def ended(self, summaries: Sequence[Mapping[str, Any]]) -> None:
         """Print the comparison of the strategies and the location of the results."""
+        if self._mode == "brief":
+            return
         if self._live is not None:
             self._live.leave(self._print_now)
         if len(summaries) > 1:
@@ -180,7 +188,7 @@ class RunConsole(Display):
 
     @property
     def _prints_lines(self) -> bool:
-        return self._mode in ("normal", "verbose")
+        return self._mode in ("brief", "normal", "verbose")
 
     def _print(self, shown: RenderableType) -> None:
         if self._live is not None and self._live.is_on:

@@ -62,6 +62,22 @@ def strategy_header(
     return Text("\n").join(Text(text, styles.get(label, "")) for label, text in filled.items())
 
 
+def brief_header(run: RunInfo, task: TrainingTask) -> Text:
+    """Return the line at the start of an attached training: what is observed, and where the record is."""
+    parameters = counted(sum(parameter.numel() for parameter in task.model.parameters()), "parameter")
+    kind = printable(type(task.model).__name__)
+    return Text(f"loopscope: observing {kind} ({parameters}), record in {short_path(run.output_dir)}")
+
+
+def brief_result(summary: Mapping[str, Any]) -> Text:
+    """Return the line at the end of an attached training: its length, its state, and the number of problems."""
+    count = sum(finding["severity"] != "info" for finding in summary.get("findings", ()))
+    problems = counted(count, "problem") if count else "no problem"
+    state = "" if summary["status"] == "completed" else f" ({summary['status']})"
+    command = f"loopscope doctor {short_path(Path(summary['output_dir']))}"
+    return Text(f"loopscope: {counted(summary['steps'], 'step')}{state}, {problems} found; details: {command}")
+
+
 def final_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
     """Return the final training loss and the final accuracies, or the full evaluation if it has no accuracy."""
     final: Mapping[str, float] = summary["final"]

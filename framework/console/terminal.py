@@ -142,10 +142,14 @@ def is_terminal(stream: Any) -> bool:
         return False
 
 
-def make_console() -> Console:
-    """Return a console on standard output that writes control codes to terminals only, ignoring the environment."""
-    forced = None if is_terminal(sys.stdout) else False
-    console = LastingConsole(force_terminal=forced, highlight=False, markup=False, emoji=False)
+def make_console(stream: Any = None) -> Console:
+    """Return a console that writes control codes to terminals only, ignoring the environment.
+
+    ``stream`` is ``sys.stderr``, or by default standard output.
+    """
+    is_error = stream is not None and stream is sys.stderr
+    forced = None if is_terminal(sys.stderr if is_error else sys.stdout) else False
+    console = LastingConsole(force_terminal=forced, highlight=False, markup=False, emoji=False, stderr=is_error)
     if console.width < LEAST_WIDTH:
         console.width = LEAST_WIDTH if console.width > 0 else UNKNOWN_WIDTH  # some programs set COLUMNS to 0
     return console

@@ -100,6 +100,10 @@ class LiveDiagnosis(MetricSink):
         self.has_critical = any(findings[name].severity == "critical" for name in self._reported.keys() & findings)
         self._withdraw(findings)
 
+    def has_critical_of(self, kind: str) -> bool:
+        """Return whether there is a reported critical finding, of any ``kind`` (``critical``) or of this one."""
+        return self.has_critical and (kind == "critical" or kind in self._reported)
+
     def _withdraw(self, findings: Mapping[str, Finding], *, at_once: bool = False) -> None:
         """Report that findings no longer hold: those of two diagnoses in a row, or those of the end of the run."""
         refuted = {name for name in self._reported if name not in findings or findings[name].severity == "info"}

@@ -15,22 +15,23 @@ from ..combined_optimizers import CombinedOptimizer, single_scheduler
 from ..data import Batch
 from ..errors import require
 from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedule
+from ..observing import optimizers_over
 from ..preserved_streams import preserved_streams
 from ..training import Ranks, takes_closure
 from .argument_checks import check_scheduler, with_checked_names
-from .attach_options import AttachArguments, AttachOptions, DisplayMode, HookChoice, HookGroup
+from .attach_options import AttachArguments, AttachOptions, DisplayMode, HookChoice, HookGroup, StopOn
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
 from .given_data import GivenData
 from .model_wrappers import unwrap, unwrap_fabric
-from .scope import AttachedScope, Scope
+from .scope import AttachedScope, Scope, WaitingScope
 from .trainers import HuggingFaceTrainer, LightningTrainer
 
 
 @overload
 def attach(
     target: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     scheduler: Any = None,
     scaler: GradScaler | None = None,
@@ -62,7 +63,7 @@ def attach(
     out: str | Path | None = None,
     overwrite: bool = False,
     sinks: Sequence[str | MetricSink] = ("jsonl",),
-    loop: LoopType = "epoch",
+    loop: LoopType | None = None,
     length: int | None = None,
     log_every: int = 100,
     snapshot_every: int | None = None,
@@ -73,7 +74,9 @@ def attach(
     profile_hooks: bool = False,
     guardian_device: str | None = None,
     hook_offload_state: bool = False,
-    display: DisplayMode = "normal",
+    display: DisplayMode = "brief",
+    stop_after: int | None = None,
+    stop_on: StopOn | None = None,
     reference: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
     isolate_evaluation: bool = True,
@@ -85,7 +88,8 @@ def attach(
     Args:
         target: the model, a ``transformers.Trainer`` or a ``lightning.Trainer``; a Trainer needs no further arguments.
         optimizer: the optimizer that trains the model, or a list of several that each train a part of it. POST_STEP
-            follows the step of the last of them.
+            follows the step of the last of them. Without it, the optimizers over the model's parameters that exist now,
+            or at the first training pass, are used.
         hooks: hooks by name, class or instance; ``[]`` without ``with_hooks`` attaches none but ``training_metrics``.
         with_hooks: a group of hooks: ``health`` (the default without ``hooks``), ``observers``, ``interventions``,
             ``full``, ``minimal``.
@@ -110,7 +114,8 @@ def attach(
         overwrite: replace a run in the folder; if this program has left that run open, it is closed first.
         sinks: the destinations of metrics, by name (``jsonl``, ``csv``, ``tensorboard``, ``wandb``, ``mlflow``,
             ``trackio``, for a trainer also ``trainer``) or as objects.
-        loop: whether the loop counts epochs (``epoch``) or steps (``step``), which decides where hooks fire.
+        loop: whether the loop counts epochs (``epoch``) or steps (``step``), which decides where hooks fire; by default
+            epochs in a Trainer and in a loop over ``scope.batches(loader)``, otherwise steps.
         length: the number of epochs or steps of the complete training, if known.
         log_every: steps between deliveries of step metrics.
         snapshot_every: epochs (default 1) or steps (default 1,000) between two SNAPSHOTs.
@@ -123,8 +128,12 @@ def attach(
         profile_hooks: write the time and memory of every hook to ``summary.json``.
         guardian_device: the device of the copies that undo interventions; by default that of the originals.
         hook_offload_state: keep the state of hooks on the CPU between their calls.
-        display: ``normal`` shows loss, learning rate, evaluations and findings, ``verbose`` also tables of all newest
-            metrics, ``silent`` a progress bar and warnings, ``none`` nothing.
+        display: ``brief`` shows a line at the start, each finding, and the diagnosis at the end, ``normal`` also loss,
+            learning rate and evaluations, ``verbose`` also tables of all newest metrics, ``silent`` a progress bar and
+            warnings, ``none`` nothing.
+        stop_after: the number of steps after which the program ends, with status 0.
+        stop_on: end the program, with status 3, between two steps as soon as the doctor reports a ``critical`` finding,
+            or a number that is not finite (``nonfinite``).
         reference: a file of weights, saved as a state dict, for hooks that measure against a reference solution.
         config: a description of the training for the record, as plain values.
         isolate_evaluation: undo the side effects of evaluations (random numbers, modes, buffers, swapped weights), so
@@ -137,7 +146,8 @@ def attach(
     given = locals()
     if hooks is None and with_hooks is None:
         given["with_hooks"] = "health"
-    given |= {"audit_hooks": audit, "reference": None if reference is None else Path(reference)}
+    given |= {"is_loop_given": loop is not None, "audit_hooks": audit}
+    given["reference"] = None if reference is None else Path(reference)
     chosen = {name: given[name] for name in AttachOptions.__dataclass_fields__ if given[name] is not None}
     with preserved_streams():  # importing plug-ins and creating hooks may draw random numbers
         return _attach(target, chosen, given)
@@ -198,20 +208,28 @@ def _attach_to_loop(
     require(is_ranks, f"ranks is a {type(ranks).__name__}; give loopscope.training.Ranks(data=[process_group]).")
     is_count = type(accumulate) is int and accumulate >= 1
     require(is_count, f"accumulate is {accumulate!r}; it must be the number of micro-batches in a step, at least 1.")
-    items = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    optimizers = [unwrap_fabric(None, item)[1] for item in items]
     target = unwrap_fabric(target, None)[0]
-    optimizer = _single_optimizer(optimizers)
-    scheduler = _given_scheduler(scheduler, optimizer)
-    for name, given, of in (("scaler", scaler, GradScaler), ("scheduler", scheduler, object)):
-        fits = given is None or (isinstance(given, of) and not isinstance(given, Optimizer))
-        require(fits, f"The {name} is a {type(given).__name__}; give the loop's own {name}, or leave {name}= out.")
     missing = {} if accumulate == 1 else {"needs_next_batch": "take steps of one batch: accumulate=1"}
     attached = AttachedLoop(options, options.lacks(**missing))
-    model, replica, compiled = unwrap(target)
-    parts = {"scheduler": scheduler, "scaler": scaler, "replica": replica, "compiled": compiled}
-    attached.build(model, optimizer, **parts, ranks=ranks, accumulate=accumulate)
-    return Scope(attached, CustomLoop(attached, accumulate, accelerator, target), accumulate)
+
+    def observe(optimizer: Any) -> CustomLoop:
+        items = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        single = _single_optimizer([unwrap_fabric(None, item)[1] for item in items])
+        given = {"scaler": scaler, "scheduler": _given_scheduler(scheduler, single)}
+        for name, of in (("scaler", GradScaler), ("scheduler", object)):
+            fits = given[name] is None or (isinstance(given[name], of) and not isinstance(given[name], Optimizer))
+            kind = type(given[name]).__name__
+            require(fits, f"The {name} is a {kind}; give the loop's own {name}, or leave {name}= out.")
+        model, replica, compiled = unwrap(target)
+        parts = {**given, "replica": replica, "compiled": compiled}
+        attached.build(model, single, **parts, ranks=ranks, accumulate=accumulate)
+        return CustomLoop(attached, accumulate, accelerator, target)
+
+    if optimizer is None:
+        optimizer = optimizers_over(target.parameters()) or None
+    if optimizer is not None:
+        return Scope(attached, observe(optimizer), accumulate)
+    return WaitingScope(attached, target, observe, accumulate)
 
 
 def _single_optimizer(given: Sequence[Any]) -> Any:

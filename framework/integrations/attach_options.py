@@ -31,7 +31,8 @@ from .given_data import EndlessLoader, GivenData, as_loader, check_given, length
 Loss = Callable[[nn.Module, Batch], Tensor]
 HookGroup = Literal["none", "minimal", "health", "observers", "interventions", "full"]
 HookChoice = str | type[TrainingHook] | TrainingHook
-DisplayMode = Literal["normal", "verbose", "silent", "none"]
+DisplayMode = Literal["brief", "normal", "verbose", "silent", "none"]
+StopOn = Literal["critical", "nonfinite"]
 NO_BATCH = object()
 MISSING_PARTS = {
     "needs_experiment_loop": "train in an experiment of loopscope",
@@ -58,7 +59,7 @@ class AttachArguments(TypedDict, total=False):
     out: str | Path | None
     overwrite: bool
     sinks: Sequence[str | MetricSink]
-    loop: LoopType
+    loop: LoopType | None
     length: int | None
     log_every: int
     snapshot_every: int | None
@@ -70,6 +71,8 @@ class AttachArguments(TypedDict, total=False):
     guardian_device: str | None
     hook_offload_state: bool
     display: DisplayMode
+    stop_after: int | None
+    stop_on: StopOn | None
     reference: str | Path | None
     config: Mapping[str, Any] | None
     isolate_evaluation: bool
@@ -90,11 +93,15 @@ class AttachOptions(RunSettings):
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None
     also: Mapping[str, nn.Module] = field(default_factory=dict)
     loop: LoopType = "epoch"
+    is_loop_given: bool = False
+    """Whether the caller has chosen it."""
     length: int | None = None
     log_every: int = 100
     snapshot_every: int | None = None
     seed: int = 0
-    display: DisplayMode = "normal"
+    display: DisplayMode = "brief"
+    stop_after: int | None = None
+    stop_on: StopOn | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     isolate_evaluation: bool = True
 
@@ -106,15 +113,15 @@ class AttachOptions(RunSettings):
             is_list = isinstance(value, (list, tuple, str))
             require(is_list, f"{name} is {value!r}; it must be a list: {name}=[{value!r}].")
             object.__setattr__(self, name, as_names(value))
-        words = {"loop": LoopType, "display": DisplayMode}
+        words = {"loop": LoopType, "display": DisplayMode, "stop_on": StopOn}
         for name, accepted in words.items():
-            if getattr(self, name) not in get_args(accepted):
+            if getattr(self, name) not in (*get_args(accepted), *([None] if name == "stop_on" else [])):
                 raise unknown(f"value of {name}:", str(getattr(self, name)), get_args(accepted))
         check_hooks(self.hooks)
         check_tables(self.hook_options, self.schedules)
         kind, is_table = type(self.config).__name__, isinstance(self.config, Mapping)
         require(is_table, f'config is a {kind}; it must be a dict of plain values: {{"name": value}}.')
-        counts = {"log_every": self.log_every, "snapshot_every": self.snapshot_every, "length": self.length}
+        counts = {name: getattr(self, name) for name in ("log_every", "snapshot_every", "length", "stop_after")}
         for name, count in counts.items():
             fits = count is None or (type(count) is int and count >= 1)
             require(fits, f"{name} is {count!r}; it must be an integer of at least 1.")

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..checkpoints import state_for_rank
-from ..combined_optimizers import separate_optimizers
-from ..console import RunConsole
+from ..combined_optimizers import separate_optimizers, single_scheduler
+from ..console import RunConsole, make_console
 from ..data import Batch, MicroBatches
 from ..engine import Driver, HookManager, unmet_need
 from ..errors import (
@@ -36,9 +36,10 @@ from ..errors import (
     warn,
     with_lines,
 )
-from ..hooks import ENDLESS, StatePart, TrainingHook, treatments
+from ..hooks import ENDLESS, HookPoint, LoopType, StatePart, TrainingHook, treatments
 from ..isolation import undone_in_modules, undone_pass
 from ..loops import NoProgress, Progress
+from ..observing import scaler_in_use, schedulers_of
 from ..preserved_streams import preserved_streams
 from ..runs import (
     ATTACHED,
@@ -67,12 +68,18 @@ from .model_wrappers import (
     unchanged_replica,
 )
 from .other_modules import given_modules, modules_of_loss
+from .reported_numbers import ReportedNumbers, of_evaluation
 
 Result = TypeVar("Result")
 Ending = Callable[[str, BaseException | None], None]
 """Ends a run with a status, and the error that has ended it, if any."""
+REPORTED = ReportedNumbers()
+STOPPED = 3
+"""The exit status of a program that ``stop_on`` has ended."""
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
 """Optimizers with an attached loop."""
+END_OF_PROCESS: list[Callable[[], tuple[str, BaseException | None]]] = []
+"""Under ``loopscope watch``, a function that returns the status, and the error if any, with which the process ends."""
 _OPEN: "dict[Path, AttachedLoop]" = {}
 """Loops of this process whose runs have started and are not closed, by folder."""
 
@@ -84,6 +91,11 @@ def as_number(value: Any) -> float | None:
     if isinstance(value, (int, float)):
         return value
     return float(value) if isinstance(value, Real) else None  # such as numpy.float32
+
+
+def is_attached(optimizer: Optimizer) -> bool:
+    """Return whether an open run is attached to an optimizer."""
+    return optimizer in _TRAINED
 
 
 def _has_no_open_step() -> bool:
@@ -200,8 +212,26 @@ class AttachedLoop:
         for item in separate_optimizers(optimizer):
             attached = f"A run is already attached to this {type(item).__name__}; close it first: scope.close()."
             require(item not in _TRAINED, attached)
+        self._loss = loss or self.options.loss or missing_loss
+        self._assemble = partial(self._assembled, model, optimizer, replica, length)
+        self._assemble(self._left_out, **parts)
+        self._parts = parts
+        self._accumulate = accumulate
+        self._seed = seed_of({**self.settings, **self.options.config}, self.options.seed)
+        _TRAINED.update(separate_optimizers(optimizer))
+        self.is_built = True
+
+    def _assembled(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        replica: DistributedDataParallel | None,
+        length: int | None,
+        left_out: Mapping[str, str],
+        **parts: Any,
+    ) -> None:
+        """Create task, state, manager and driver; hooks that could not be created, ``left_out``, are reported."""
         options = self.options
-        self._loss = loss or options.loss or missing_loss
         self._loader = loader = OptionalLoader(options.loader, options.seed)
         task = TrainingTask(
             model,
@@ -214,7 +244,7 @@ class AttachedLoop:
             log_every=options.log_every,
             config=options.config,
             replica=replica,
-            ranks=ranks,
+            ranks=self._ranks,
             **parts,
         )
         functions = generators_of(self._loss, options.evaluate)
@@ -227,17 +257,36 @@ class AttachedLoop:
             scaler=task.scaler,
             also=given_modules(options.also, model),
         )
-        self.manager = self._create_manager(task, state)
+        self.manager = self._create_manager(task, state, left_out)
         self.driver = Driver(task, self.manager)
-        self._accumulate = accumulate
-        self._seed = seed_of({**self.settings, **options.config}, options.seed)
-        _TRAINED.update(separate_optimizers(optimizer))
-        self.is_built = True
 
-    def _create_manager(self, task: TrainingTask, state: TrainingState) -> HookManager:
+    def use_found_parts(self) -> None:
+        """Before the first step of a loop that reports no batches: count steps, with its scheduler and scaler.
+
+        They are those of the script, unless they were given.
+        """
+        found, optimizer = dict(self._parts), self.manager.task.optimizer
+        if found.get("scaler") is None:
+            found["scaler"] = scaler_in_use()
+        if found.get("scheduler") is None:
+            found["scheduler"] = single_scheduler(
+                [item for one in separate_optimizers(optimizer) for item in schedulers_of(one)]
+            )
+        loop: LoopType = self.options.loop if self.options.is_loop_given else "step"
+        if found != self._parts or loop != self.options.loop:
+            self.options = replace(self.options, loop=loop)
+            left_out = self.manager.hooks.failures.left_out
+            self._assemble({}, **found)
+            self.manager.hooks.failures.left_out.update(left_out)
+
+    def _create_manager(self, task: TrainingTask, state: TrainingState, left_out: Mapping[str, str]) -> HookManager:
         """Create the manager of the hooks, the display, and the reference solution."""
         options, is_recorded = self.options, any(sink.keeps for sink in self.options.create_sinks())
-        self._console = RunConsole(options.display, recorded=is_recorded, bar=self._bar, warnings=RunNotice)
+        # Under ``loopscope watch``, standard output is that of the command alone.
+        console = make_console(sys.stderr if END_OF_PROCESS else sys.stdout)
+        self._console = RunConsole(
+            options.display, recorded=is_recorded, bar=self._bar, warnings=RunNotice, console=console
+        )
         reference = None if options.reference is None else load_reference(options.reference, task.model).weights
         return create_manager(
             options,
@@ -246,7 +295,7 @@ class AttachedLoop:
             state,
             loop=options.loop,
             required=[*self._required],
-            left_out=self._left_out,
+            left_out=left_out,
             sinks=[*options.create_sinks(), *self._console.sinks()],
             reference_weights=reference,
         )
@@ -403,6 +452,30 @@ class AttachedLoop:
         elif step % options.log_every == 0:
             driver.flush_steps()
         self.manager.raise_failures()
+        self._stop_if_asked(step)
+
+    def _stop_if_asked(self, step: int) -> None:
+        """End the program between two steps: after ``stop_after`` steps, or at a finding that ``stop_on`` names.
+
+        Raises:
+            SystemExit: with status 0 after the given steps, and 3 at a finding.
+        """
+        options = self.options
+        if options.stop_after is not None and step >= options.stop_after:
+            raise SystemExit(0)
+        if options.stop_on is not None and self._ranks.agree(self.run.diagnosis.has_critical_of(options.stop_on)):
+            raise SystemExit(STOPPED)
+
+    def report_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Record numbers that the script reports, at the newest step; those of an evaluation are also one for hooks."""
+        named = {str(name): as_number(value) for name, value in numbers.items() if not isinstance(value, bool)}
+        plain = {name: value for name, value in named.items() if value is not None}
+        if not plain or not self.is_started or self.is_closed:
+            return
+        with self.hook_calls:
+            self.manager.delivery.add(REPORTED, HookPoint.POST_STEP, self.driver.loop.step, dict(plain))
+            if evaluation := of_evaluation(plain):
+                self.driver.record_evaluation(evaluation)
 
     def _end_interval(self) -> None:
         """End an interval of the step loop, with SNAPSHOT."""
@@ -619,6 +692,9 @@ class AttachedLoop:
 
     def _close_at_exit(self) -> None:
         """Close a run that is still open when the program ends, with the error that has ended the program, if any."""
+        if END_OF_PROCESS:
+            self._at_exit(*END_OF_PROCESS[0]())
+            return
         if (error := vars(sys).get("last_value")) is not None:
             is_interactive = hasattr(sys, "ps1")  # there it is the error of any earlier input
             self._at_exit("failed" if is_interactive else status_after(error), None if is_interactive else error)

@@ -1,14 +1,21 @@
-"""Translation of a custom loop's calls into steps and epochs: which step is open, its progress, the end of an epoch."""
+"""Translation of a custom loop into steps and epochs: what happens in it is observed, and its calls add to that.
+
+A step begins at the first pass of the model with gradients, or at the batch that the loop reports. Its gradients are
+complete when they are first used, or when the loop says so; it ends after the optimizer's update.
+"""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from types import FrameType
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..combined_optimizers import separate_optimizers
@@ -16,6 +23,7 @@ from ..data import Batch, MicroBatches
 from ..doctor.senses import EvaluationModes
 from ..errors import RunNotice, UsageError, notice, require, warn
 from ..hooks import Alert, HookPoint
+from ..observing import listen, stop_listening
 from ..state import Transient, uncompiled, visited
 from .attached_loop import AttachedLoop, Result
 from .forward_arguments import ForwardArguments
@@ -25,7 +33,7 @@ from .other_optimizers import OtherOptimizers
 NO_ROWS: Batch = ()
 """The batch of a step whose forward pass was not seen."""
 BARE_POINTS = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
-"""The hook points that work in a bare loop, which only calls optimizer.step()."""
+"""The hook points that work in a bare loop, of which only the calls of optimizer.step() are seen."""
 ADVICE = "iterate over scope.batches(loader) and call scope.backward(loss) in place of loss.backward()"
 
 
@@ -83,15 +91,19 @@ class RunningStep(Transient):
     # Registered as bound methods of a transient object, which are not watched; those of partial functions would be.
 
     @uncompiled  # in a compiled optimizer.step() and in a compiled step
-    def enter(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Note the start of a call, and report it if it is the outermost; a hook before the step."""
+    def enter(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Note the start of a call, and report it if it is the outermost; a hook before the step.
+
+        Returns the arguments with which torch continues, or ``None`` for the given ones.
+        """
         if self._hook_calls.is_on:
-            return
+            return None
         frame = sys._getframe(1)  # that of torch's wrapper
         self._depth = self._depth + 1 if self._depth and self._is_running(frame) else 1  # an earlier one has raised
-        if self._depth == 1:
-            self._frame = frame
-            self._loop.before_update(self._index, optimizer, inputs, options)
+        if self._depth > 1:
+            return None
+        self._frame = frame
+        return self._loop.before_update(self._index, optimizer, inputs, options)
 
     @uncompiled
     def leave(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -103,16 +115,57 @@ class RunningStep(Transient):
             self._frame = None
             self._loop.after_update(self._index)
 
+    def runs_below(self, frame: FrameType | None) -> bool:
+        """Return whether the outermost call is one of the functions that have called this one."""
+        return self._depth > 0 and self._is_running(frame)
+
     def _is_running(self, frame: FrameType | None) -> bool:
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return frame is not None
 
 
-class CustomLoop(Transient):
-    """Translates the calls of a loop, with ``accumulate`` micro-batches per step, into the transitions of a driver.
+class Phase(Enum):
+    """The states between which the events of a loop move."""
 
-    In a loop of Accelerate, the ``accelerator`` runs backward and decides when a step is complete.
+    BETWEEN_STEPS = auto()
+    IN_STEP = auto()
+    COMPLETE = auto()
+    """The gradients are complete, and hooks have seen them."""
+    UPDATING = auto()
+    """An optimizer steps."""
+
+
+# Module constants, since until Python 3.12 every access to a member of an enum runs a Python function.
+BETWEEN_STEPS, IN_STEP, COMPLETE, UPDATING = Phase
+
+
+@dataclass
+class Step:
+    """What is known of the step in progress; a new one between two steps."""
+
+    phase: Phase = BETWEEN_STEPS
+    batches: MicroBatches = field(default_factory=MicroBatches)
+    has_new_batch: bool = False
+    """Whether the newest batch has had no backward pass yet."""
+    losses: list[Tensor] = field(default_factory=list)
+    calls: int = 0
+    """The calls of :meth:`CustomLoop.backward`."""
+    is_counted: bool = False
+    """Whether passes were observed, so that the first use of the gradients completes them."""
+    stepped: set[int] = field(default_factory=set)
+    """The positions of the optimizers that have made this step."""
+    stepped_in_backward: bool = False
+    has_closure: bool = False
+    evaluations: int = 0
+    """The evaluations of the closure so far."""
+
+
+class CustomLoop(Transient):
+    """Translates the events and calls of a loop into the transitions of a driver.
+
+    ``accumulate`` is the number of :meth:`backward` calls per step; other backward passes are counted. In a loop of
+    Accelerate, the ``accelerator`` runs backward and decides when a step is complete.
     """
 
     def __init__(
@@ -122,65 +175,73 @@ class CustomLoop(Transient):
         accelerator: AcceleratorLike | None,
         called: nn.Module | None = None,
     ) -> None:
-        """Observe the optimizers; a loop that calls the model itself gives ``called``, the model or its wrapper."""
+        """Observe the optimizers; of a loop that calls ``called``, the model or its wrapper, observe all events."""
         self._attached, self._accumulate, self._accelerator = attached, accumulate, accelerator
-        self._driver = attached.driver
         self._optimizers: list[Optimizer] = separate_optimizers(attached.driver.task.optimizer)
-        self._scaler = attached.driver.task.scaler
-        self._parts = MicroBatches()
-        self._losses: list[Tensor] = []
+        self._step = Step()
         self._index = self._first_index = 0  # of the step in the epoch
-        self._is_open = self._is_complete = self._is_updating = False  # state of the step
         self._is_in_epoch = self._is_data_exhausted = False  # state of the epoch
-        self._is_bare = self._has_deferred_work = False
+        self._is_bare = self._has_deferred_work = self._has_batches = False
         self._bare_points = BARE_POINTS
-        self._has_checked_step = False
-        self._has_ready_gradients = self._has_closures = False  # whether the loop has used these calls
-        self._is_in_closure_step = self._is_in_backward = self._stepped_in_backward = False
-        self._evaluations = 0
-        """The evaluations of the closure in the step so far."""
+        self._used: set[str] = set()
+        """The calls that the loop has used, and the sentences that it was told."""
+        self._is_in_backward = False
+        self._gradients: tuple[list[Any], list[Any]] | None = None  # before the backward pass in progress
+        self._probe: tuple[Any, Tensor, int] | None = None
+        """A parameter that the newest observed pass has reached, its gradient, and the version of that."""
+        self._scaled: Tensor | None = None
+        self._scale: Tensor | None = None
+        """The newest scaled loss, and its scale."""
         self._hook_calls = attached.hook_calls = HookCallSwitch()
-        self._modes = EvaluationModes(
-            attached.driver.task.model,
-            attached.driver.loop,
-            facts=attached.start_facts,
-            is_in_hook=self._hook_calls.is_entered,
-            report=attached.manager.report_about_evaluation,
-            compiled=attached.driver.task.compiled,
-        )
+        model = attached.driver.task.model
         self.arguments: ForwardArguments | None = None
         """Finds the batches, until the loop reports batches of tensors."""
         self._passed: Batch = NO_ROWS  # the arguments of the newest pass
-        self._has_batches = self._opens_at_passes = False
         if called is not None:
-            models = (attached.driver.task.model, called)
-            self.arguments = ForwardArguments(models, self._receive_arguments, self._hook_calls.is_entered)
+            self.arguments = ForwardArguments((model, called), self._on_pass, self._hook_calls.is_entered)
             self.arguments.arm()
+            listen(self)
         attached.is_in_step = self.is_in_step
-        self._driver.can_cancel_steps = True
-        self._warned: set[str] = set()
-        self._stepped: set[int] = set()  # the positions of the optimizers that have made this step
-        self._others = OtherOptimizers(
-            self._driver.task.model, self._optimizers, self._hook_calls.is_entered, self._report_other_optimizer
-        )
-        steps = [RunningStep(self, index, self._hook_calls) for index, _ in enumerate(self._optimizers)]
+        self._use_driver()
+        self._running = [RunningStep(self, index, self._hook_calls) for index, _ in enumerate(self._optimizers)]
+        is_in_hook = self._hook_calls.is_entered
+        self._others = OtherOptimizers(model, self._optimizers, is_in_hook, self._report_other_optimizer)
         self._handles = [
             handle
-            for optimizer, step in zip(self._optimizers, steps, strict=True)
+            for optimizer, step in zip(self._optimizers, self._running, strict=True)
             for handle in (optimizer.register_step_pre_hook(step.enter), optimizer.register_step_post_hook(step.leave))
         ]
+
+    def _use_driver(self) -> None:
+        attached, task = self._attached, self._attached.driver.task
+        self._driver, self._scaler = attached.driver, task.scaler
+        self._driver.can_cancel_steps = True
+        self._modes = EvaluationModes(
+            task.model,
+            self._driver.loop,
+            facts=attached.start_facts,
+            is_in_hook=self._hook_calls.is_entered,
+            report=attached.manager.report_about_evaluation,
+            compiled=task.compiled,
+        )
+
+    # Batches
+
+    def begin_data(self) -> None:
+        """Note that the loop reports its batches."""
+        self._has_batches = True
 
     def micro_batch(self, batch: Batch, steps: int | None, *others: Batch) -> None:
         """Start a step with its first micro-batch, or continue it with the next one.
 
         ``steps`` is the number of steps per epoch; ``others`` are the step's remaining micro-batches, if available.
         """
-        attached = self._attached
+        attached, step = self._attached, self._step
         if not attached.is_started:
             self._start(batch, steps)
-        if self._stepped:
-            self._end_partial_step()
-        if self._is_complete:
+        if step.stepped:
+            self._end_step(skipped=False)
+        if step.phase is COMPLETE:
             self._warn_once(
                 "skipped",
                 "A backward pass was not followed by optimizer.step(), so its step was counted as skipped; for "
@@ -199,14 +260,18 @@ class CustomLoop(Transient):
             if attached.manager.counts_epochs:  # in the step loop, sums continue across epochs
                 with self._hook_calls:
                     self._driver.begin_epoch(snapshot_follows=True)
-        del self._parts[len(self._losses) :]  # the loop has dropped a batch before its backward pass
-        if self._is_open and not self._losses:
+        step = self._step
+        if step.has_new_batch and step.losses:  # the loop has dropped a batch before its backward pass
+            del step.batches[-1]
+        elif step.has_new_batch:
             self._cancel_step()
-        self._parts += [batch, *others]
-        if self._is_open:
+            step = self._step
+        step.batches += [batch, *others]
+        step.has_new_batch = True
+        if step.phase is not BETWEEN_STEPS:
             self._driver.loop.batch = self._batch
             return
-        self._is_open = True
+        step.phase = IN_STEP
         with self._hook_calls:
             self._driver.begin_step(self._batch, self._index)
 
@@ -215,7 +280,7 @@ class CustomLoop(Transient):
 
         Not if ``loss=`` was given, which gets the loop's batch.
         """
-        arguments, self._has_batches = self.arguments, True
+        arguments = self.arguments
         has_tensors = any(isinstance(value, (Tensor, np.ndarray)) for _, value, _ in visited("", batch))
         if arguments is not None and (has_tensors or "needs_loss" not in self._attached.lacks):
             arguments.disarm()
@@ -223,13 +288,37 @@ class CustomLoop(Transient):
         elif arguments is not None:
             arguments.arm()
 
-    def _receive_arguments(self, batch: Batch) -> None:
-        """Note the arguments of a pass of the model as the batch of the step, which they open unless it is open."""
+    @property
+    def _batch(self) -> Batch:
+        batches = self._step.batches
+        return batches if self._accumulate > 1 or len(batches) > 1 else batches[0]
+
+    def _cancel_step(self) -> None:
+        """Forget a step whose batch the loop has dropped before its backward pass, or whose gradients it has."""
+        self._step = Step()
+        with self._hook_calls:
+            self._driver.cancel_step()
+
+    # Events
+
+    @property
+    def _is_observable(self) -> bool:
+        """Whether an event is one of the loop: not of a hook, an evaluation, or a later evaluation of a closure."""
+        attached = self._attached
+        is_ours = self._hook_calls.is_on or attached.is_closed or attached.is_evaluating or self._is_in_backward
+        return not is_ours and self._step.evaluations <= 1
+
+    def _on_pass(self, batch: Batch, *, train: bool) -> None:
+        """Note the arguments of a pass with gradients as the batch of the step, which it opens in train mode."""
         self._passed = batch
-        if self._has_batches and len(self._parts) > len(self._losses):
-            self._parts[-1] = batch
-            self._driver.loop.batch = self._batch
-        elif self._opens_at_passes and not self._is_complete:
+        self._end_failed_update()
+        step = self._step
+        if self._has_batches:
+            if step.has_new_batch:
+                step.batches[-1] = batch
+                self._driver.loop.batch = self._batch
+        elif train and step.phase in (BETWEEN_STEPS, IN_STEP) and self._is_observable:
+            self._drop_cleared_passes()
             self._open_step()
 
     def _open_step(self) -> None:
@@ -237,11 +326,119 @@ class CustomLoop(Transient):
         batch, self._passed = self._passed, NO_ROWS
         self.micro_batch(batch, None)
 
-    def _cancel_step(self) -> None:
-        """Forget a step whose batch the loop has dropped before its backward pass."""
-        self._parts, self._losses, self._is_open = MicroBatches(), [], False
-        with self._hook_calls:
-            self._driver.cancel_step()
+    def on_scale(self, scaler: GradScaler, scaled: Any) -> None:
+        """Note a loss that a scaler has multiplied; its scale is read without waiting for the device."""
+        if self._is_observable and isinstance(scaled, Tensor) and scaler.is_enabled():
+            self._scaled, self._scale = scaled, scaler._scale
+
+    def before_backward(self, roots: Sequence[Tensor]) -> None:
+        """Call hooks before a pass of the step, and note the gradients before it."""
+        if not self._is_observable:
+            return
+        self._end_failed_update()
+        self._drop_cleared_passes()
+        if self._step.phase is BETWEEN_STEPS and self._passed is not NO_ROWS:
+            self._open_step()
+        is_loss = len(roots) == 1 and not roots[0].ndim
+        if is_loss and self._step.phase is IN_STEP and self._step.has_new_batch and self._driver.backward_callback:
+            with self._hook_calls:
+                self._driver.before_backward(roots[0], is_scaled=roots[0] is self._scaled)
+        self._is_in_backward, self._gradients = True, self._read_gradients()
+
+    def on_failed_backward(self) -> None:
+        """Forget a pass that has raised an error."""
+        if self._gradients is not None:
+            self._is_in_backward, self._gradients, self._scaled = False, None, None
+
+    def after_backward(self, roots: Sequence[Tensor]) -> None:
+        """Count a pass that has reached the parameters."""
+        before, self._gradients = self._gradients, None
+        if before is None:
+            return
+        self._is_in_backward = False
+        scaled, self._scaled = self._scaled, None
+        step = self._step
+        if not self._note_reached(before) and not (
+            step.stepped_in_backward or (self._has_shards and step.has_new_batch)
+        ):
+            return
+        if step.phase is BETWEEN_STEPS and not step.has_closure:
+            self._open_step()
+            step = self._step
+        if step.phase not in (IN_STEP, UPDATING) or (step.phase is UPDATING and not step.has_closure):
+            return
+        step.is_counted = True
+        if len(roots) == 1 and roots[0].numel() == 1:
+            loss = roots[0].detach().squeeze()
+            scale = self._scale if roots[0] is scaled else None
+            self.record_loss(loss if scale is None else loss / scale.to(loss.device), complete=False)
+        else:
+            self._after_pass()
+        if step.stepped_in_backward:
+            self._gradients_complete()
+            self._end_step(skipped=False)
+
+    def on_gradients_used(self, gradients: Sequence[Tensor]) -> None:
+        """Complete the step if gradients of its parameters are clipped, or their norm is computed."""
+        if self._is_counting and self._is_observable:
+            own = {id(parameter.grad) for parameter in self._parameters}
+            if any(id(gradient) in own for gradient in gradients):
+                self._gradients_complete()
+
+    def on_unscale(self, optimizer: Optimizer) -> None:
+        """Complete the step if a scaler unscales its gradients, or lets its optimizer step."""
+        if self._is_counting and self._is_observable and any(item is optimizer for item in self._optimizers):
+            self._gradients_complete()
+
+    @property
+    def _is_counting(self) -> bool:
+        return self._step.is_counted and self._step.phase is IN_STEP
+
+    @property
+    def _parameters(self) -> list[Any]:
+        return [item for optimizer in self._optimizers for group in optimizer.param_groups for item in group["params"]]
+
+    @property
+    def _has_shards(self) -> bool:
+        return bool(self._driver.task.ranks.shards)
+
+    def _read_gradients(self) -> tuple[list[Any], list[Any]]:
+        gradients = [parameter.grad for parameter in self._parameters]
+        return gradients, [None if gradient is None else gradient._version for gradient in gradients]
+
+    def _note_reached(self, before: tuple[list[Any], list[Any]]) -> bool:
+        """Return whether a pass has changed the gradient of a parameter, which is noted."""
+        for parameter, gradient, version in zip(self._parameters, *before, strict=False):
+            now = parameter.grad
+            if now is not None and (now is not gradient or now._version != version):
+                self._probe = parameter, now, now._version
+                return True
+        return False
+
+    def _end_failed_update(self) -> None:
+        """Count a step as skipped whose optimizer has raised an error, which the loop has caught."""
+        if self._step.phase is UPDATING and not self._step.stepped:
+            frame = sys._getframe(1)
+            if not any(item.runs_below(frame) for item in self._running):
+                self._end_step(skipped=True)
+
+    def _drop_cleared_passes(self) -> None:
+        """Forget observed passes whose gradients the loop has cleared since, such as those of another model's loss."""
+        step = self._step
+        if not (self._is_counting and step.losses and self._probe is not None):
+            return
+        parameter, gradient, version = self._probe
+        is_cleared = parameter.grad is None
+        if parameter.grad is gradient and gradient._version != version:
+            is_cleared = not bool(torch.count_nonzero(gradient.detach()))
+        if is_cleared:
+            newest = step.batches[-1] if step.has_new_batch else NO_ROWS
+            self._cancel_step()
+            self._others.watch()
+            if newest is not NO_ROWS:
+                self.micro_batch(newest, None)
+
+    # Epochs
 
     def begin_at(self, epoch: int, step: int, index: int) -> None:
         """Continue the numbers of a training without hooks, whose next step is the ``index``-th of its epoch."""
@@ -250,6 +447,9 @@ class CustomLoop(Transient):
             self._first_index = index
 
     def _start(self, batch: Batch | None, steps: int | None) -> None:
+        if self.arguments is not None and not self._has_batches:
+            self._attached.use_found_parts()
+            self._use_driver()
         with self._hook_calls:
             self._attached.start(batch, steps, self.close)
         self._is_in_epoch, self._is_data_exhausted, self._index = self._attached.place.get("loop", (False, False, 0))
@@ -300,10 +500,6 @@ class CustomLoop(Transient):
         """The number of micro-batches per step, which an Accelerator may change during the training."""
         return self._accumulate if self._accelerator is None else self._accelerator.gradient_accumulation_steps
 
-    @property
-    def _batch(self) -> Batch:
-        return self._parts if self._accumulate > 1 else self._parts[0]
-
     @uncompiled
     def backward(self, loss: Any, options: dict[str, Any], *, last: bool) -> None:
         """Run backward with the ``options`` of torch; after a step's last micro-batch its gradients are complete.
@@ -313,23 +509,25 @@ class CustomLoop(Transient):
         """
         if not (isinstance(loss, Tensor) and loss.requires_grad and not loss.ndim):
             _check_loss(loss)
-        if self._evaluations:  # within a closure, whose first evaluation is recorded when it returns
-            if self._evaluations == 1:
+        if self._step.evaluations:  # within a closure, whose first evaluation is recorded when it returns
+            if self._step.evaluations == 1:
                 self._before_backward(loss)
             self._run_backward(loss, options)
             return
-        if self._is_complete or not self._parts:
+        if self._step.phase is not IN_STEP:
             self._require_open_step("scope.backward(loss)")
         self._before_backward(loss)
         self._run_backward(loss, options)
+        step = self._step
+        step.calls += 1
         if self._accelerator is None:
-            self.record_loss(loss.detach(), complete=last or len(self._losses) + 1 >= self._accumulate)
+            self.record_loss(loss.detach(), complete=last or step.calls >= self._accumulate)
         else:
             count = self._accelerator.gradient_accumulation_steps
             # accelerator.backward divides a copy of the loss by the count, so the recorded loss is divided here.
             mean_share = loss.detach() / count if count > 1 else loss.detach()
             self.record_loss(mean_share, complete=last or self._accelerator.sync_gradients)
-        if self._stepped_in_backward and self._is_complete:
+        if step.stepped_in_backward and self._step.phase is COMPLETE:
             self._end_step(skipped=False)
 
     def _require_open_step(self, call: str) -> None:
@@ -338,15 +536,14 @@ class CustomLoop(Transient):
         Raises:
             UsageError: if no batch is open, or its gradients are complete.
         """
-        if not self._parts and self.arguments is not None and not self._has_batches:
-            self._opens_at_passes = True
+        if self._step.phase is BETWEEN_STEPS and self.arguments is not None and not self._has_batches:
             self._open_step()
-        if not self._parts:
+        if self._step.phase is BETWEEN_STEPS:
             raise UsageError(
                 f"{call} was called without a batch: {ADVICE}. Take the next batch after the backward pass of this "
                 "one, since the end of the data ends the epoch."
             )
-        if self._is_complete:
+        if self._step.phase is not IN_STEP:
             raise UsageError(
                 f"{call} was called after the gradients of a step were complete and before its optimizer.step(). Give "
                 "the number of micro-batches of a step to attach(..., accumulate=N); for several backward passes on "
@@ -363,9 +560,8 @@ class CustomLoop(Transient):
         self._require_open_step("scope.gradients_ready()")
         if loss is not None:
             _check_number(loss)
-            self._losses = [torch.as_tensor(loss).detach()]
-        if not self._has_ready_gradients:
-            self._has_ready_gradients = True
+            self._step.losses = [torch.as_tensor(loss).detach()]
+        if self._is_new("gradients_ready"):
             self._attached.manager.hooks.leave_out_tapping(
                 "This loop computes gradients itself and reports them by scope.gradients_ready(), where taps receive "
                 "none; leave the hook out, or call scope.backward(loss)."
@@ -385,35 +581,38 @@ class CustomLoop(Transient):
 
     def evaluate_closure(self, function: Callable[[], Any]) -> Any:
         """Evaluate the closure of the step in progress; after the first evaluation its gradients are complete."""
-        if self._hook_calls.is_on or not self._is_in_closure_step:  # a hook's step, or a call outside of any step
+        if self._hook_calls.is_on or not self._step.has_closure:  # a hook's step, or a call outside of any step
             return function()
-        self._evaluations += 1
-        if self._evaluations > 1:
+        self._step.evaluations += 1
+        if self._step.evaluations > 1:
             with self._attached.manager.untapped_pass():
                 return function()
         loss = function()
-        self._losses = [] if loss is None else [torch.as_tensor(loss).detach()]
-        self._gradients_complete()
+        if self._step.phase is not BETWEEN_STEPS:
+            self._step.losses = [] if loss is None else [torch.as_tensor(loss).detach()]
+            self._leave_out_for_closures()
+            self._gradients_complete()
         return loss
 
-    def _begin_closure_step(self, optimizer: Optimizer, given: list[Any]) -> None:
-        """Start the update of an optimizer that evaluates the closure of :meth:`closure`, one of its arguments."""
-        is_known = any(isinstance(item, Closure) for item in given)
-        if not (is_known or self._parts):
-            self._begin_bare_step(computes_gradients=True)
-            self._is_updating = self._is_bare and HookPoint.PRE_UPDATE not in self._bare_points
-            return
-        if not is_known:
-            raise UsageError(
-                f"{type(optimizer).__name__}.step was given a closure, which evaluates the loss within the step, where "
-                "hooks cannot follow: give it as optimizer.step(scope.closure(closure))."
-            )
-        self._require_open_step("optimizer.step(scope.closure(fn))")
-        if not self._has_closures:
-            self._has_closures = True
-            name = type(optimizer).__name__
-            self._attached.manager.hooks.leave_out_for_closures(name)
-        self._is_in_closure_step = self._is_updating = True
+    def _leave_out_for_closures(self) -> None:
+        if self._is_new("closure"):
+            self._attached.manager.hooks.leave_out_for_closures(type(self._optimizers[0]).__name__)
+
+    def _begin_closure_step(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Start the update of an optimizer that evaluates a closure; return the arguments of its step to use."""
+        step = self._step
+        step.has_closure = True
+        if step.phase is IN_STEP:
+            self._leave_out_for_closures()
+            step.phase = UPDATING
+        optimizer, *rest = inputs
+        given = [self._as_closure(item) for item in rest]
+        return (optimizer, *given), {name: self._as_closure(item) for name, item in options.items()}
+
+    def _as_closure(self, item: Any) -> Any:
+        """Return the first function among the arguments of ``optimizer.step`` as a closure that is observed."""
+        is_own = isinstance(item, Closure) or not callable(item) or isinstance(item, Tensor)
+        return item if is_own else Closure(self, item)
 
     def _before_backward(self, loss: Tensor) -> None:
         """Call hooks before the next pass; an Accelerator divides the loss by the number of micro-batches itself."""
@@ -433,11 +632,16 @@ class CustomLoop(Transient):
 
     def record_loss(self, loss: Tensor, *, complete: bool) -> None:
         """Record the detached loss of a micro-batch after its backward pass; ``complete`` if it is the step's last."""
-        self._losses.append(loss)
-        if self.arguments is not None:
-            self.arguments.after_backward()
+        self._step.losses.append(loss)
+        self._after_pass()
         if complete:
             self._gradients_complete()
+
+    def _after_pass(self) -> None:
+        """Wait for the pass of the next micro-batch."""
+        self._step.has_new_batch = False
+        if self.arguments is not None:
+            self.arguments.arm()
 
     def run_deferred_work(self) -> None:
         """Run the work after a step, which waits until the loop has stepped its schedulers."""
@@ -453,21 +657,22 @@ class CustomLoop(Transient):
 
     def is_in_step(self) -> bool:
         """Return whether a batch of the current step has been read, and its update has not been made."""
-        return bool(self._parts)
+        return bool(self._step.batches)
 
     def _finish_step(self) -> None:
         """End a step that is still open, without an update."""
-        self._end_partial_step()
-        if self._is_complete:
+        if self._step.stepped:
+            self._end_step(skipped=False)
+        if self._step.phase is COMPLETE:
             self._end_step(skipped=True)
-        if self._losses:
+        if self._step.calls:
             self._warn_once(
                 "left over",
-                f"{len(self._losses)} of {self._accumulate} micro-batches were left over at the end of an epoch, so "
+                f"{self._step.calls} of {self._accumulate} micro-batches were left over at the end of an epoch, so "
                 "their step is not recorded; call scope.backward(loss, last=True) for the last micro-batch of a "
                 "shorter step.",
             )
-        if self._parts:  # a step without a backward pass, or without its last one, does not count
+        if self._step.batches:  # a step without a backward pass, or without its last one, does not count
             self._cancel_step()
         self.run_deferred_work()
 
@@ -492,8 +697,9 @@ class CustomLoop(Transient):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run, between two steps."""
-        self._end_partial_step()
-        require(not self._parts, "scope.state_dict() was called within a step; call it after optimizer.step().")
+        if self._step.stepped:
+            self._end_step(skipped=False)
+        require(not self._step.batches, "scope.state_dict() was called within a step; call it after optimizer.step().")
         require(self._attached.is_started, "scope.state_dict() was called before the first step; call it after one.")
         self.run_deferred_work()
         self._attached.place = {"loop": (self._is_in_epoch, self._is_data_exhausted, self._index)}
@@ -503,8 +709,7 @@ class CustomLoop(Transient):
         """End the current epoch, unless the loop has failed, then the run."""
         for handle in self._handles:
             handle.remove()
-        if self.arguments is not None:
-            self.arguments.disarm()
+        self._stop_observing()
         self._others.stop()
         self._modes.stop()
         try:
@@ -512,8 +717,8 @@ class CustomLoop(Transient):
                 self.start_without_steps()
             if status == "completed" and not self._attached.is_started:
                 notice(
-                    "The scope ends without a step, so nothing is recorded: iterate over scope.batches(loader), and "
-                    "call scope.backward(loss) and optimizer.step() for every batch."
+                    "The scope ends without a step, so nothing is recorded: attach to the model and the optimizer that "
+                    "the loop trains, before it."
                 )
             if status == "completed" and self._attached.is_started:
                 self._finish_step()
@@ -525,13 +730,21 @@ class CustomLoop(Transient):
         finally:
             self._attached.end(status, error)
 
+    def _stop_observing(self) -> None:
+        stop_listening(self)
+        if self.arguments is not None:
+            self.arguments.disarm()
+
     def _gradients_complete(self) -> None:
-        losses = self._losses
+        step = self._step
+        if self.arguments is not None:
+            self.arguments.disarm()  # until the next step, so that the tripwire finds equal settings in all of a step
+        losses = step.losses
         # Without a loss the loop computes gradients itself, and has called gradients_ready() without one.
         loss = (losses[0] if len(losses) == 1 else torch.stack(losses).sum()) if losses else None
-        self._is_complete = True
-        if not self._has_checked_step:
-            self._has_checked_step = True
+        if step.phase is IN_STEP:
+            step.phase = COMPLETE
+        if self._is_new("first gradients"):
             self._check_first_gradients()
         if self._scaler is None:
             with self._hook_calls:
@@ -547,7 +760,7 @@ class CustomLoop(Transient):
         """Report a first step that does not train the attached model, or trains it in eval mode."""
         model = self._driver.task.model
         kind = type(model).__name__
-        if not self._stepped_in_backward and all(parameter.grad is None for parameter in model.parameters()):
+        if not self._step.stepped_in_backward and all(parameter.grad is None for parameter in model.parameters()):
             self._warn_once(
                 "no gradients",
                 f"No parameter of the attached model ({kind}) has a gradient after the first backward pass: the loss "
@@ -560,72 +773,70 @@ class CustomLoop(Transient):
                 "as in an evaluation; call model.train() before the training, and after each evaluation.",
             )
 
-    def before_update(self, index: int, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Note the start of an optimizer's step, and report that of an update, with unscaled gradients."""
+    def before_update(self, index: int, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Note the start of an optimizer's step; for one with a closure, return the arguments to use."""
         if self._attached.is_closed or (self._scaler is not None and _is_skipped(optimizer)):
-            return
+            return None
         if self._modes.left_mode.is_watching:
             self._modes.left_mode.at_update()
         if self._is_in_backward:
-            self._stepped_in_backward = True
+            self._step.stepped_in_backward = True
             self._warn_once(
                 "backward",
                 f"{type(optimizer).__name__} steps within the backward pass, so hooks find updated weights and no "
                 "gradients after it: measurements of gradients are missing, and PRE_UPDATE does not fire.",
             )
-            return
-        has_arguments = len(inputs) > 1 or options
-        if has_arguments and (given := [item for item in (*inputs[1:], *options.values()) if item is not None]):
-            self._begin_closure_step(optimizer, given)
-            return
-        if self._losses and not self._is_complete:
-            self._warn_once(
-                "short",
-                f"optimizer.step() was called after only {len(self._losses)} of {self._accumulate} micro-batches, so "
-                "hooks at POST_BACKWARD saw the gradients accumulated until then; call "
-                "scope.backward(loss, last=True) for the last micro-batch of a shorter step.",
-            )
+            return None
+        step = self._step
+        has_gradients = step.phase is COMPLETE or bool(step.is_counted or step.losses)
+        # With gradients that were computed before, a closure such as ``lambda: loss`` only returns the loss.
+        if not has_gradients and any(item is not None for item in (*inputs[1:], *options.values())):
+            return self._begin_closure_step(inputs, options)
+        if step.phase is IN_STEP and (step.is_counted or step.losses):
+            if not step.is_counted:
+                self._warn_once(
+                    "short",
+                    f"optimizer.step() was called after only {step.calls} of {self._accumulate} micro-batches, so "
+                    "hooks at POST_BACKWARD saw the gradients accumulated until then; call "
+                    "scope.backward(loss, last=True) for the last micro-batch of a shorter step.",
+                )
             self._gradients_complete()
-        if index in self._stepped:  # this optimizer starts another step, in which the others did not take part
+        if index in self._step.stepped:  # this optimizer starts another step, in which the others did not take part
             self._end_step(skipped=False)
-        if self._stepped:  # another optimizer of the same step has stepped, and hooks have seen the gradients
-            return
-        if not self._is_complete:
+        if self._step.stepped:  # another optimizer of the same step has stepped, and hooks have seen the gradients
+            return None
+        if self._step.phase is not COMPLETE:
             self._begin_bare_step()
-        self._is_updating = self._is_complete or self._is_bare
-        if self._is_updating:
+        if self._step.phase is COMPLETE or self._is_bare:
+            self._step.phase = UPDATING
             scales = self._scaler is not None and vars(optimizer).get("grad_scale") is not None
             task, attached = self._driver.task, self._attached
             unscaled = unscaled_gradients(task, scales_back=attached.keeps_gradients) if scales else nullcontext()
             with self._hook_calls, unscaled:
                 self._driver.before_update()
+        return None
 
     def after_update(self, index: int) -> None:
         """Note the end of an optimizer's step, and end the step of the loop with that of its last optimizer."""
-        if self._is_updating:
-            if self._is_in_closure_step:
+        step = self._step
+        if step.has_closure and step.phase is BETWEEN_STEPS:  # no pass of the closure was seen
+            self._begin_bare_step(computes_gradients=True)
+            step.phase = UPDATING if self._is_bare else BETWEEN_STEPS
+        if step.phase is UPDATING or step.has_closure:
+            if step.has_closure:
                 self._driver.record_learning_rate()
             if len(self._optimizers) > 1:
-                self._stepped.add(index)
-                if len(self._stepped) < len(self._optimizers):
+                step.stepped.add(index)
+                if len(step.stepped) < len(self._optimizers):
                     return
-            self._end_step(skipped=False)
-
-    def _end_partial_step(self) -> None:
-        """End a step that only some of the optimizers have made, when the next step starts."""
-        if self._stepped:
             self._end_step(skipped=False)
 
     def _end_step(self, *, skipped: bool) -> None:
         with self._hook_calls:
             self._driver.after_update(skipped=skipped)
-        self._parts, self._losses = MicroBatches(), []
-        self._is_open = self._is_complete = self._is_updating = False
-        self._is_in_closure_step = self._stepped_in_backward = False
-        self._evaluations = 0
-        self._stepped.clear()
-        if self.arguments is not None and (self._opens_at_passes or self._has_batches):
-            self.arguments.arm()
+        self._step = Step()
+        if self.arguments is not None and not self._is_bare:
+            self.arguments.end_step()
         self._index += 1
         self._has_deferred_work = True
 
@@ -635,9 +846,8 @@ class CustomLoop(Transient):
         If the first step ``computes_gradients`` in a closure, no hook sees them before an update.
         """
         attached, self._passed = self._attached, NO_ROWS
-        if self.arguments is not None:
-            self.arguments.disarm()
         if not attached.is_started:
+            self._stop_observing()
             hooks = attached.manager.hooks
             reason = "loop only calls optimizer.step()"
             if computes_gradients:
@@ -656,7 +866,7 @@ class CustomLoop(Transient):
             self.run_deferred_work()
             self._driver.loop.step += 1
         else:
-            missing = "scope.backward(loss)" if self._parts else "a batch"
+            missing = "a backward pass" if self._step.batches else "a pass of the model"
             message = (
                 f"optimizer.step() was called without {missing} before it, so hooks have not seen it: {ADVICE}, or "
                 "scope.gradients_ready(loss) if the loop computes gradients itself."
@@ -675,9 +885,14 @@ class CustomLoop(Transient):
             manager.delivery.report(alert, "optimizers", loop.epoch)
 
     def _warn_once(self, kind: str, sentence: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
+        if self._is_new(kind):
             warn(sentence, RunNotice, stacklevel=4)
+
+    def _is_new(self, kind: str) -> bool:
+        """Return whether this is the first use of a call, or the first time that a sentence is shown."""
+        is_new = kind not in self._used
+        self._used.add(kind)
+        return is_new
 
 
 def _is_skipped(optimizer: Optimizer) -> bool:

@@ -3,20 +3,28 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..isolation import VISITS
+from ..state import InternalFunction, Transient
 
 
-class ForwardArguments:
+class Receiver(Protocol):
+    """Receives the arguments of a pass, and whether it ran in train mode."""
+
+    def __call__(self, batch: Any, *, train: bool) -> None: ...
+
+
+class ForwardArguments(Transient):
     """Passes the arguments of the next pass with gradients on to ``receive``, at each call of :meth:`arm`.
 
-    It uses a hook of all modules, which the next pass in train mode removes: a hook of the model would be in every
-    copy, file and compiled graph of it.
+    It is a hook of all modules, which the next pass in train mode removes: a hook of the model would be in every copy
+    and file of it. Around a compiled module, which warns of such hooks, it is a hook of the wrapper, outside of the
+    compiled region.
 
     Args:
         modules: the model, and the wrapper around it that the loop calls, if any.
@@ -24,19 +32,26 @@ class ForwardArguments:
         is_in_hook: returns whether a hook is being called, whose passes do not count.
     """
 
-    def __init__(
-        self, modules: Sequence[nn.Module], receive: Callable[[Any], None], is_in_hook: Callable[[], bool]
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], receive: Receiver, is_in_hook: Callable[[], bool]) -> None:
         self._modules, self._receive, self._is_in_hook = modules, receive, is_in_hook
         self._handle: Any = None
         self._has_received = False
-        self._is_given_up = False
+        # A module that was compiled in place calls its hooks within its graph, where they would have no effect.
+        self._is_given_up = any(module._compiled_call_impl is not None for module in modules)
+        # OptimizedModule has no public name and takes seconds to import.
+        wrappers = [module for module in modules if type(module).__module__ == "torch._dynamo.eval_frame"]
+        self._wrapper = next(iter(wrappers), None)
 
     def arm(self) -> None:
         """Wait for the next pass."""
-        if self._handle is None and not self._is_given_up:
-            with VISITS:
-                self._handle = register_module_forward_pre_hook(self._note)
+        if self._handle is not None or self._is_given_up:
+            return
+        with VISITS:
+            if self._wrapper is None:
+                self._handle = register_module_forward_pre_hook(self)
+            else:
+                hook = InternalFunction(self._note)
+                self._handle = self._wrapper.register_forward_pre_hook(hook, with_kwargs=True)
 
     def disarm(self) -> None:
         """Wait no longer."""
@@ -45,29 +60,40 @@ class ForwardArguments:
                 self._handle.remove()
             self._handle = None
 
-    def after_backward(self) -> None:
-        """Wait for the pass of the next micro-batch; give up if this one had none, as in a compiled function."""
+    def end_step(self) -> None:
+        """Wait for the pass of the next step; give up if this one had none, as in a compiled function."""
         if not self._has_received:
             self._is_given_up = True
             self.disarm()
         self._has_received = False
         self.arm()
 
-    def _note(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling():  # without an effect in a graph; after_backward removes the hook
-            return
-        if not torch.is_grad_enabled() or self._is_in_hook() or not any(module is item for item in self._modules):
-            return
-        if module.training:  # a pass in eval mode may be one of an evaluation with gradients on
+    def receive(self, batch: Any, *, train: bool) -> None:
+        """Pass on the arguments of a pass that has begun before this object was armed."""
+        if train:
             self.disarm()
         self._has_received = True
-        # torch has no hook of all modules with keyword arguments; its Module._call_impl has them under this name.
-        options = sys._getframe(1).f_locals.get("kwargs", {})
-        self._receive(_as_batch(module, inputs, options))
+        self._receive(batch, train=train)
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Note a pass of any module."""
+        if torch.compiler.is_compiling():  # without an effect in a graph; end_step removes the hook
+            return
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # within torch.func, with wrapped tensors
+            return
+        if any(module is item for item in self._modules):
+            # torch has no hook of all modules with keyword arguments; its Module._call_impl has them under this name.
+            self._note(module, inputs, sys._getframe(1).f_locals.get("kwargs", {}))
+
+    def _note(self, module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        if torch.is_grad_enabled() and not self._is_in_hook():
+            # A pass in eval mode may be one of an evaluation with gradients on.
+            self.receive(arguments_of(module, inputs, options), train=module.training)
 
 
-def _as_batch(module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+def arguments_of(module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     """Return the only argument of a pass, or its arguments by name."""
+    module = getattr(module, "_orig_mod", module)  # of a compiled wrapper, whose forward takes any arguments
     if len(inputs) == 1 and not options:
         return inputs[0]
     try:

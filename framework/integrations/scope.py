@@ -8,18 +8,21 @@ from typing import Any, Self, TypeVar, cast
 
 from rich.console import Group
 from rich.jupyter import JupyterMixin
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..checkpoints import allocate_saved, flatten_state
 from ..data import Loader
 from ..doctor import Diagnosis, diagnosis_with
-from ..errors import HookMisuseError, UsageError, require
+from ..errors import HookMisuseError, UsageError, notice, require
 from ..hooks import HookPoint
+from ..observing import optimizers_over
 from ..preserved_streams import preserved_streams
 from ..runs import status_after
 from .attach_options import steps_in
 from .attached_loop import AttachedLoop
-from .custom_loop import CustomLoop
+from .custom_loop import CustomLoop, HookCallSwitch
+from .forward_arguments import ForwardArguments
+from .model_wrappers import unwrap
 from .present_tests import check_testable, with_tests
 
 Item = TypeVar("Item")
@@ -57,6 +60,11 @@ class AttachedScope(JupyterMixin):
     def follow(self, attached: AttachedLoop) -> None:
         """Show the run of a Trainer's next training from now on."""
         self._attached = attached
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the run has ended."""
+        return self._attached.is_closed
 
     @property
     def folder(self) -> Path:
@@ -141,6 +149,16 @@ class Scope(AttachedScope):
         super().__init__(attached)
         self._loop, self._accumulate = loop, accumulate
 
+    @property
+    def arguments(self) -> ForwardArguments | None:
+        """Receives the arguments of the model's passes, unless the loop reports its batches."""
+        return self._loop.arguments
+
+    @property
+    def is_in_hook(self) -> bool:
+        """Whether a hook or a sink of this scope is being called."""
+        return self._loop.is_in_hook
+
     def batches(self, loader: Iterable[Item]) -> "Batches[Item]":
         """Return the batches of ``loader`` unchanged, as one epoch of the training; ``len`` is that of the loader.
 
@@ -153,6 +171,7 @@ class Scope(AttachedScope):
         self._require_open("batches")
         if self._attached.is_started:
             self._loop.end_epoch({})
+        self._loop.begin_data()
         steps = steps_in(loader, self._loop.accumulation)
         if isinstance(loader, Loader):
             loader = loader.batches(*self._loop.next_position())
@@ -240,6 +259,14 @@ class Scope(AttachedScope):
             numbers[name] = number
         self._loop.end_epoch(numbers)
 
+    def log(self, numbers: Mapping[str, Any] | None = None, **named: Any) -> None:
+        """Record numbers of the script at the newest step, as ``reported/NAME``: ``scope.log(val_loss=0.5)``.
+
+        Numbers whose names are those of an evaluation, such as ``val_loss`` or ``eval/accuracy``, are also the newest
+        evaluation for hooks. Other values than numbers are left out.
+        """
+        self._attached.report_numbers({**(numbers or {}), **named})
+
     def state_dict(self, of: Any = None, key: str = "scope") -> dict[str, Any]:
         """Return the states of hooks and sinks between two steps, for the loop's own checkpoint.
 
@@ -288,3 +315,57 @@ class Scope(AttachedScope):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close(status_after(error), error)
+
+
+class WaitingScope(Scope):
+    """A scope whose model has no optimizer yet: it begins at the first training pass, when there is one."""
+
+    def __init__(
+        self, attached: AttachedLoop, target: nn.Module, observe: Callable[[Any], CustomLoop], accumulate: int
+    ) -> None:
+        AttachedScope.__init__(self, attached)
+        self._target, self._observe, self._accumulate = target, observe, accumulate
+        self._passes = ForwardArguments((target, unwrap(target)[0]), self._begin_at_pass, HookCallSwitch().is_entered)
+        self._passes.arm()
+
+    def _begin_at_pass(self, batch: Any, *, train: bool) -> None:
+        if not train:
+            return
+        self._begin()
+        arguments = self._loop.arguments
+        if arguments is not None:
+            arguments.receive(batch, train=train)
+
+    def _begin(self) -> None:
+        """Attach to the optimizers over the parameters that exist now.
+
+        Raises:
+            UsageError: if there is none.
+        """
+        optimizers = optimizers_over(self._target.parameters())
+        kind = type(self._target).__name__
+        require(
+            bool(optimizers),
+            f"attach was given no optimizer, and none trains a parameter of the model ({kind}) at its first training "
+            "pass; give attach(model, optimizer), or create the optimizer before the loop.",
+        )
+        self._passes.disarm()
+        with preserved_streams():
+            self._loop = self._observe(optimizers)
+
+    def __getattr__(self, name: str) -> Any:
+        """Begin at the first call that needs the loop."""
+        if name != "_loop":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._begin()
+        return self.__dict__["_loop"]
+
+    def close(self, status: str = "completed", error: BaseException | None = None) -> None:
+        """End the run, if it has begun."""
+        if "_loop" in self.__dict__:
+            super().close(status, error)
+            return
+        self._passes.disarm()
+        if status == "completed" and not self._attached.is_closed:
+            notice("The scope ends without a training pass of its model, so nothing is recorded.")
+        self._attached.is_closed = True

@@ -354,7 +354,7 @@ def test_wrong_calls_are_refused(tmp_path, mistake):
 
 
 def test_calls_without_batch_are_refused(tmp_path):
-    """Both calls need a batch in a loop that uses scope.batches."""
+    """The call needs a batch in a loop that uses scope.batches."""
     model = network()
     with loopscope.attach(model, sgd(model), hooks=["norms"], out=tmp_path / "run", **QUIET) as scope:
         for batch in scope.batches(DATA[:1]):
@@ -362,18 +362,6 @@ def test_calls_without_batch_are_refused(tmp_path):
             scope._loop._optimizers[0].step()
         with pytest.raises(UsageError, match=r"gradients_ready\(\) was called without a batch"):
             scope.gradients_ready()
-        with pytest.raises(UsageError, match="without a batch"):
-            scope._loop._optimizers[0].step(scope.closure(lambda: torch.ones(())))
-
-
-def test_plain_closure_is_refused(tmp_path):
-    """A closure that is not given through the scope raises the remedy, before the update."""
-    model = network()
-    optimizer = searching(model)
-    with loopscope.attach(model, optimizer, hooks=["norms"], out=tmp_path / "run", **QUIET) as scope:
-        batch = next(iter(scope.batches(DATA)))
-        with pytest.raises(UsageError, match=r"optimizer.step\(scope.closure\(closure\)\)"):
-            optimizer.step(lambda: loss_fn(model, batch))
 
 
 def test_micro_batches_and_scaler_of_ready_gradients(tmp_path):

@@ -1,0 +1,112 @@
+"""``loopscope watch COMMAND``: run a training unchanged, with loopscope attached to what it trains.
+
+The module imports nothing slow: it sets environment variables and replaces itself by the command, so that exit status,
+signals, streams and arguments are those of the command.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import mkstemp
+from typing import NoReturn
+
+SITE = Path(__file__).parents[1] / "integrations" / "watch_site"
+GROUPS = ("none", "minimal", "health", "observers", "interventions", "full")
+ALONE = {"I": "python -I", "S": "python -S", "E": "python -E"}
+"""Options with which Python starts without ``PYTHONPATH`` or ``sitecustomize``."""
+USAGE = """loopscope watch [OPTIONS] [--] COMMAND ...
+
+Run a training unchanged, with loopscope attached to what it trains: to every loop over an optimizer of torch, and to the
+Trainers of Hugging Face and Lightning, also in processes that the command starts.
+
+  loopscope watch python train.py --lr 1e-3
+  loopscope watch --stop-after 100 -- torchrun --nproc-per-node 2 train.py
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Print one sentence, and exit with status 2."""
+        raise SystemExit(_refused(f"{message}; see loopscope watch --help."))
+
+
+def _refused(sentence: str, status: int = 2) -> int:
+    sys.stderr.write(f"loopscope: {sentence}\n")
+    return status
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)
+
+
+def watch_parser() -> argparse.ArgumentParser:
+    """Build the parser of ``loopscope watch``."""
+    parser = _Parser("loopscope watch", usage=USAGE, add_help=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("--with-hooks", metavar="GROUP", choices=GROUPS, help=f"hooks of a group: {', '.join(GROUPS)} (health)")
+    add("--hooks", metavar="NAME", nargs="+", help="hooks by name; put -- before the command")
+    add("--out", metavar="DIR", help="the folder of the run (loopscope-runs/run_N)")
+    add("--overwrite", action="store_true", help="replace a run in that folder")
+    add("--loop", choices=("step", "epoch"), help=argparse.SUPPRESS)
+    add("--log-every", metavar="N", type=_count, help="steps between two deliveries of metrics (100)")
+    add("--display", choices=("normal", "verbose", "silent", "none"), help="what is shown (normal)")
+    add("--audit", action="store_true", help="compare every byte of the training before and after every hook")
+    add("--stop-after", metavar="N", type=_count, help="end the command after N steps, with status 0")
+    add("--stop-on", choices=("critical", "nonfinite"), help="end the command at such a finding, with status 3")
+    add("--seed", metavar="K", type=int, help="add K to every seed that the script sets")
+    add("--help", "-h", action="help", help="show this text and exit")
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def watch(words: Sequence[str]) -> int:
+    """Replace this process by the command; return an exit status only if that is not possible."""
+    given = vars(watch_parser().parse_args(words))
+    command = given.pop("command")
+    command = command[1:] if command[:1] == ["--"] else command
+    if not command:
+        return _refused("watch needs the command of a training: loopscope watch python train.py.")
+    if flag := _runs_alone(command):
+        return _refused(f"{flag} starts Python without what loopscope watch needs; leave the option out.")
+    if shutil.which(command[0]) is None:
+        return _refused(f"{command[0]!r} is not a command; give one such as python train.py.", 127)
+    seed = given.pop("seed")
+    options = {name: value for name, value in given.items() if value not in (None, False)}
+    if not {"hooks", "with_hooks"} & options.keys():
+        options["with_hooks"] = "health"
+    if "out" in options:
+        options["out"] = os.path.abspath(options["out"])
+    handle, started = mkstemp(prefix="loopscope-watch-")
+    os.close(handle)
+    paths = [str(SITE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "LOOPSCOPE_WATCH": json.dumps(options),
+        "LOOPSCOPE_WATCH_COMMAND": json.dumps(command),
+        "LOOPSCOPE_WATCH_STARTED": started,
+        "LOOPSCOPE_WATCH_ROOT": str(os.getpid()),
+    }
+    if seed:
+        os.environ["LOOPSCOPE_WATCH_SEED"] = str(seed)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvp(command[0], command)
+
+
+def _runs_alone(command: Sequence[str]) -> str:
+    """Return the option with which the command's Python ignores ``PYTHONPATH`` or ``sitecustomize``, if any."""
+    if re.fullmatch(r"(python|pypy)[\d.]*(\.exe)?", Path(command[0]).name):
+        for word in command[1:]:
+            if not word.startswith("-") or word.startswith("--") or word in ("-c", "-m", "-"):
+                return ""
+            for letter in word[1:]:
+                if letter in ALONE:
+                    return ALONE[letter]
+    return ""

@@ -1,0 +1,1 @@
+"""The folder that ``loopscope watch`` puts at the front of ``PYTHONPATH``."""

@@ -1,0 +1,205 @@
+"""Python imports this module at the start of every process under ``loopscope watch``; it imports nothing slow.
+
+It waits until torch's optimizers, or a trainer, are imported. The first optimizer that is created, or the first training
+of a trainer, imports loopscope, which attaches itself to the training. If that fails, the training continues without it.
+"""
+
+import atexit
+import functools
+import os
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_OPTIMIZERS = "torch.optim.optimizer"
+_TRAINERS = {
+    "transformers.trainer": "train",
+    "lightning.pytorch.trainer.trainer": "fit",
+    "pytorch_lightning.trainer.trainer": "fit",
+}
+"""The method of the class ``Trainer`` that trains, by the module that defines it."""
+_REPORTS = {
+    "wandb.sdk.wandb_run": ("Run", "log"),
+    "torch.utils.tensorboard.writer": ("SummaryWriter", "add_scalar"),
+    "trackio": ("", "log"),
+    "mlflow.tracking.fluent": ("", "log_metric", "log_metrics"),
+}
+"""The class, if any, and the functions by which loggers receive numbers, by module."""
+_SEEDING = {"random": ("seed",), "numpy.random": ("seed", "default_rng"), "torch.random": ("manual_seed",)}
+"""The functions that seed generators, by module."""
+_SHIFT = int(os.environ.get("LOOPSCOPE_WATCH_SEED", 0))
+_GIVEN_UP = []
+
+
+def _watched():
+    """Return the module of loopscope that attaches to trainings, or ``None`` if it cannot be imported."""
+    if _GIVEN_UP:
+        return None
+    try:
+        from loopscope.integrations import watched_process
+    except BaseException as error:
+        _give_up(error)
+        return None
+    return watched_process
+
+
+def _give_up(error):
+    if not _GIVEN_UP:
+        _GIVEN_UP.append(True)
+        sys.stderr.write(
+            f"loopscope watch: {type(error).__name__}: {error}. The training continues without loopscope.\n"
+        )
+
+
+def _tell(name, *inputs):
+    """Call a function of the watching module; its errors never reach the script."""
+    module = _watched()
+    if module is None:
+        return
+    try:
+        getattr(module, name)(*inputs)
+    except Exception as error:
+        _give_up(error)
+
+
+def _on_import(module):
+    name = module.__name__
+    if name in _SEEDING:
+        _with_shifted_seeds(module, _SHIFT)
+    elif name == _OPTIMIZERS:
+        if _SHIFT:
+            _shift_generators(sys.modules["torch"], _SHIFT)
+        _after(module.Optimizer, "__init__", lambda optimizer, *_: _tell("on_optimizer", optimizer))
+    elif name in _TRAINERS:
+        _before(module.Trainer, _TRAINERS[name], lambda trainer, *_: _tell("on_trainer", trainer))
+    else:
+        owner, *functions = _REPORTS[name]
+        for function in functions:
+            place = getattr(module, owner) if owner else module
+            report = functools.partial(_tell, "on_report", f"{name}.{function}")
+            _before(place, function, report, named=True)
+
+
+def _after(owner, name, tell):
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        result = function(*args, **kwargs)
+        tell(*args)
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+def _before(owner, name, tell, named=False):
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        tell(args, kwargs) if named else tell(*args)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+class _Loader:
+    """A loader that runs a module as another one does, and then :func:`_on_import`."""
+
+    def __init__(self, loader):
+        self._loader = loader
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        try:
+            _on_import(module)
+        except Exception as error:
+            _give_up(error)
+
+
+class _Finder:
+    """Finds the modules of this file by the other finders, and wraps their loaders."""
+
+    def find_spec(self, name, path=None, target=None):
+        is_seeding = name in _SEEDING and _SHIFT
+        if name != _OPTIMIZERS and name not in _TRAINERS and name not in _REPORTS and not is_seeding:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+def _with_shifted_seeds(module, shift):
+    """Add a number to every seed that the script sets by functions of a module."""
+    for name in _SEEDING[module.__name__]:
+        setattr(module, name, _shifted(getattr(module, name), shift))
+
+
+def _shifted(function, shift):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        args = tuple([item + shift if type(item) is int else item for item in args[:1]]) + args[1:]
+        kwargs = {name: item + shift if type(item) is int else item for name, item in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _shift_generators(torch, shift):
+    """Replace the class of torch's generators by a subclass whose ``manual_seed`` adds a number."""
+    base = torch.Generator
+
+    class OfAny(type(base)):
+        def __instancecheck__(cls, item):
+            return isinstance(item, base)
+
+    class Generator(base, metaclass=OfAny):
+        def manual_seed(self, seed):
+            return super().manual_seed(seed + shift)
+
+    torch.Generator = Generator
+
+
+def _load_hidden():
+    """Load the ``sitecustomize`` that this one hides, if there is one."""
+    paths = [path for path in sys.path if os.path.abspath(path or os.curdir) != _FOLDER]
+    spec = PathFinder.find_spec("sitecustomize", paths)
+    if spec is not None and spec.loader is not None:
+        module = module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+def _say_if_nothing_started():
+    """Say at the end of the command's own process that neither it nor its children have trained."""
+    path = os.environ.get("LOOPSCOPE_WATCH_STARTED", "")
+    try:
+        is_empty = os.path.getsize(path) == 0
+        os.unlink(path)
+    except OSError:
+        return
+    if is_empty:
+        sys.stderr.write("loopscope watch: no step of an optimizer of torch was seen, so nothing is recorded.\n")
+
+
+if "LOOPSCOPE_WATCH" in os.environ:
+    if os.environ.get("LOOPSCOPE_WATCH_ROOT") == str(os.getpid()):
+        atexit.register(_say_if_nothing_started)
+    sys.meta_path.insert(0, _Finder())
+    if _SHIFT and "random" in sys.modules:
+        _with_shifted_seeds(sys.modules["random"], _SHIFT)
+sys.path[:] = [path for path in sys.path if os.path.abspath(path or os.curdir) != _FOLDER]
+_load_hidden()

@@ -1,0 +1,147 @@
+"""Backward passes, scaled losses, and the first use of gradients, noticed by wrappers around functions of torch.
+
+The wrappers are installed while any loop listens, and call torch's own function in any case:
+
+- ``torch.autograd.backward``, which ``Tensor.backward`` calls by this name.
+- ``torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype``: every function that clips gradients, or computes their
+  joint norm, first calls this private one, also if a script has imported it by name before the wrappers exist.
+- ``GradScaler.scale``, ``unscale_`` and ``step``.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from ..isolation import VISITS
+from ..state import uncompiled
+
+
+class LoopEvents(Protocol):
+    """What a loop is told; each method returns at once if the loop does not expect the event."""
+
+    def on_scale(self, scaler: GradScaler, scaled: Any) -> None:
+        """A scaler has multiplied a loss."""
+
+    def before_backward(self, roots: Sequence[Tensor]) -> None:
+        """A backward pass from ``roots`` starts, of this or another model."""
+
+    def after_backward(self, roots: Sequence[Tensor]) -> None:
+        """The pass has ended."""
+
+    def on_failed_backward(self) -> None:
+        """The pass has raised an error."""
+
+    def on_gradients_used(self, gradients: Sequence[Tensor]) -> None:
+        """A norm of gradients is computed, or they are clipped."""
+
+    def on_unscale(self, optimizer: Optimizer) -> None:
+        """A scaler unscales the gradients of an optimizer, or lets it step."""
+
+
+_LISTENING: "WeakSet[LoopEvents]" = WeakSet()
+"""Weak, so that a scope that is never closed does not keep its model alive."""
+
+
+def listen(loop: LoopEvents) -> None:
+    """Tell a loop of the events of this process from now on."""
+    with VISITS:
+        _LISTENING.add(loop)
+        for place in _PLACES:
+            place.install()
+
+
+def stop_listening(loop: LoopEvents) -> None:
+    """Tell a loop of no more events; further calls do nothing."""
+    with VISITS:
+        _LISTENING.discard(loop)
+        if not _LISTENING:
+            for place in _PLACES:
+                place.remove()
+
+
+class _Place(NamedTuple):
+    """A function of torch, and the wrapper that replaces it."""
+
+    owner: Any
+    name: str
+    function: Callable[..., Any]
+    wrapper: Callable[..., Any]
+
+    def install(self) -> None:
+        """Replace the function, unless a replacement by others, made meanwhile, still calls the wrapper."""
+        if getattr(self.owner, self.name) is self.function:
+            setattr(self.owner, self.name, self.wrapper)
+
+    def remove(self) -> None:
+        """Restore the function, unless others have replaced it meanwhile: then the wrapper remains, without effect."""
+        if getattr(self.owner, self.name) is self.wrapper:
+            setattr(self.owner, self.name, self.function)
+
+
+def _place(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> _Place:
+    function = getattr(owner, name)
+    return _Place(owner, name, function, uncompiled(wraps(function)(make(function))))
+
+
+def _observed_backward(function: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs.get("tensors", ())
+        roots = [given] if isinstance(given, Tensor) else [item for item in given if isinstance(item, Tensor)]
+        told = [*_LISTENING]
+        for loop in told:
+            loop.before_backward(roots)
+        try:
+            result = function(*args, **kwargs)
+        except BaseException:
+            for loop in told:
+                loop.on_failed_backward()
+            raise
+        for loop in told:
+            loop.after_backward(roots)
+        return result
+
+    return backward
+
+
+def _observed_grouping(function: Callable[..., Any]) -> Callable[..., Any]:
+    def group_tensors_by_device_and_dtype(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        for loop in [*_LISTENING]:
+            loop.on_gradients_used(tensors[0])
+        return function(tensors, *args, **kwargs)
+
+    return group_tensors_by_device_and_dtype
+
+
+def _observed_scale(function: Callable[..., Any]) -> Callable[..., Any]:
+    def scale(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        scaled = function(scaler, *args, **kwargs)
+        for loop in [*_LISTENING]:
+            loop.on_scale(scaler, scaled)
+        return scaled
+
+    return scale
+
+
+def _observed_unscale(function: Callable[..., Any]) -> Callable[..., Any]:
+    def unscale(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        for loop in [*_LISTENING]:
+            loop.on_unscale(optimizer)
+        return function(scaler, optimizer, *args, **kwargs)
+
+    return unscale
+
+
+_PLACES = (
+    _place(torch.autograd, "backward", _observed_backward),
+    _place(clip_grad, "_group_tensors_by_device_and_dtype", _observed_grouping),
+    _place(GradScaler, "scale", _observed_scale),
+    _place(GradScaler, "unscale_", _observed_unscale),
+    _place(GradScaler, "step", _observed_unscale),
+)

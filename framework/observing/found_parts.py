@@ -1,0 +1,86 @@
+"""Optimizers, schedulers and scalers of a script that has not named them."""
+
+import gc
+import sys
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+
+def optimizers_over(parameters: Iterable[Any]) -> list[Optimizer]:
+    """Return the optimizers that train some of the parameters, in the order of their creation.
+
+    Of several that share parameters, the one that the calling functions refer to counts, otherwise the newest.
+    """
+    own = {id(parameter) for parameter in parameters}
+    found = [item for item in _objects((Optimizer,)) if own & _ids_of(item)]
+    found = [item for item in found if not _held_by(item)]
+    referred = _referred_by_callers() if len(found) > 1 else set()
+    chosen: list[Optimizer] = []
+    for item in sorted(reversed(found), key=lambda one: id(one) not in referred):
+        if not any(_ids_of(item) & _ids_of(other) for other in chosen):
+            chosen.append(item)
+    return [item for item in found if any(item is one for one in chosen)]
+
+
+def modules_over(parameters: Iterable[Any]) -> list[nn.Module]:
+    """Return the modules that together have all of the parameters, without those within others of them.
+
+    Parameters of no module are left out.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    found = [item for item in _objects((nn.Module,)) if any(id(one) in wanted for one in item.parameters())]
+    inner = {id(child) for item in found for child in item.modules() if child is not item}
+    return [item for item in found if id(item) not in inner]
+
+
+def _ids_of(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the parameters of an optimizer; of one whose construction has failed, none."""
+    groups = vars(optimizer).get("param_groups") or ()
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def _held_by(optimizer: Optimizer) -> list[Any]:
+    """Return the optimizers that a wrapper, such as that of Accelerate, holds in its attributes."""
+    return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+
+
+def schedulers_of(optimizer: Optimizer) -> list[Any]:
+    """Return the schedulers of an optimizer that exist, without those that another one, such as SequentialLR, steps."""
+    found = [
+        item for item in _objects((LRScheduler, ReduceLROnPlateau)) if getattr(item, "optimizer", None) is optimizer
+    ]
+    inner = {id(part) for item in found for value in vars(item).values() if isinstance(value, list) for part in value}
+    return [item for item in found if id(item) not in inner]
+
+
+def scaler_in_use() -> GradScaler | None:
+    """Return the enabled scaler of losses that exists; of several, the one that the calling functions refer to."""
+    found = [item for item in _objects((GradScaler,)) if item.is_enabled()]
+    if len(found) > 1:
+        referred = _referred_by_callers()
+        found = [item for item in found if id(item) in referred]
+    return found[0] if len(found) == 1 else None
+
+
+def _objects(kinds: tuple[type, ...]) -> list[Any]:
+    # By the type itself: isinstance() would ask objects for their __class__, which runs code of lazy proxies.
+    return [item for item in gc.get_objects() if issubclass(type(item), kinds)]
+
+
+def _referred_by_callers() -> set[int]:
+    """Return the ids of the variables of all calling functions, and of the attributes of their objects."""
+    referred, frame = set[int](), sys._getframe(1)
+    above: FrameType | None = frame
+    while above is not None:
+        values = [*above.f_locals.values(), *above.f_globals.values()]
+        attributes = [getattr(value, "__dict__", None) for value in above.f_locals.values()]
+        values += [item for space in attributes if type(space) is dict for item in space.values()]
+        referred |= {*map(id, values)}
+        above = above.f_back
+    return referred

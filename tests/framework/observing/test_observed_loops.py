@@ -1,0 +1,222 @@
+"""Loops that make no call of loopscope: their steps, losses and gradients are observed, and no bit changes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import loopscope
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.framework.observing.loops import (
+    ALL_POINTS,
+    LOOPS,
+    STEPS,
+    accumulating,
+    clipping,
+    clipping_values,
+    dropping,
+    evaluating,
+    made,
+    plain,
+    rows,
+    scaled,
+    seen,
+    steps_of,
+    trained,
+    two_losses,
+    weights,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+GROUPS = ["health", "observers"]
+
+
+@pytest.mark.guarantee("unedited-loops-keep-their-bytes")
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("name", LOOPS)
+def test_unedited_loops_keep_their_bytes(name: str, group: str, tmp_path: Path) -> None:
+    """A loop within ``with attach(...)`` ends with the bytes of the loop alone."""
+    bare, _ = trained(LOOPS[name])
+    found, scope = trained(LOOPS[name], tmp_path, hooks=None, with_hooks=group)
+    assert torch.equal(bare, found)
+    assert steps_of(scope) == STEPS
+
+
+@pytest.mark.parametrize("loop", [plain, accumulating, clipping, two_losses, evaluating, dropping])
+def test_every_point_is_reached_in_every_step(loop: Any, tmp_path: Path) -> None:
+    found = seen(loop, tmp_path, lambda ctx: None)
+    points = [(point, step) for point, step, _ in found if point != "PRE_STEP"]
+    assert points == [(point.name, step) for step in range(1, STEPS + 1) for point in ALL_POINTS[1:]]
+    assert {step for point, step, _ in found if point == "PRE_STEP"} == {*range(1, STEPS + 1)}
+
+
+@pytest.mark.parametrize("loop", [clipping, clipping_values])
+def test_gradients_are_seen_before_they_are_clipped(loop: Any, tmp_path: Path) -> None:
+    norms = seen(loop, tmp_path, lambda ctx: torch.cat([p.grad.flatten() for p in ctx.model.parameters()]).norm())
+    by_point = {name: [norm for point, _, norm in norms if point == name] for name in ("POST_BACKWARD", "PRE_UPDATE")}
+    assert all(norm > 1e-2 for norm in by_point["POST_BACKWARD"])
+    assert all(norm < 2e-3 for norm in by_point["PRE_UPDATE"])
+
+
+def test_losses_of_micro_batches_add_up(tmp_path: Path) -> None:
+    """The loss of a step is the sum of what was differentiated."""
+    totals: list[float] = []
+
+    def counting(model: nn.Module, optimizer: Any) -> None:
+        for step in range(STEPS):
+            totals.append(0.0)
+            for _ in range(1 + step % 3):
+                inputs, targets = rows()
+                loss = functional.cross_entropy(model(inputs), targets) / 3
+                loss.backward()
+                totals[-1] += loss.item()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = seen(counting, tmp_path, lambda ctx: ctx.loss)
+    losses = [loss.item() for point, _, loss in found if point == "POST_STEP"]
+    assert losses == pytest.approx(totals)
+
+
+def test_batches_are_the_arguments_of_the_passes(tmp_path: Path) -> None:
+    found = seen(accumulating, tmp_path, lambda ctx: ctx.batch_data)
+    counts = [len(batch) if isinstance(batch, list) else 1 for point, _, batch in found if point == "POST_BACKWARD"]
+    assert counts == [1 + step % 3 for step in range(STEPS)]
+
+
+def test_dropped_passes_belong_to_no_step(tmp_path: Path) -> None:
+    """Gradients that are cleared before an update leave no loss behind."""
+    found = seen(dropping, tmp_path, lambda ctx: ctx.loss)
+    assert all(loss.item() < 3 for point, _, loss in found if point == "POST_STEP")
+
+
+def test_losses_are_recorded_without_their_scale(tmp_path: Path) -> None:
+    found = seen(scaled, tmp_path, lambda ctx: ctx.loss)
+    losses = [loss.item() for point, _, loss in found if point == "POST_BACKWARD"]
+    assert all(0.1 < loss < 10 for loss in losses)
+
+
+def test_schedulers_and_scalers_are_found(tmp_path: Path) -> None:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(made().parameters(), lr=0.1), 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with loopscope.attach(model, optimizer, hooks=[], out=tmp_path / "run", display="none") as scope:
+        plain(model, optimizer)
+    task = scope._attached.driver.task
+    assert (task.scheduler, task.scaler) == (scheduler, scaler)
+    assert other is not task.scheduler
+
+
+def test_optimizer_is_found_at_the_first_pass(tmp_path: Path) -> None:
+    model, other = made(), made()
+    with loopscope.attach(model, hooks=[], out=tmp_path / "run", display="none") as scope:
+        torch.optim.SGD(other.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plain(model, optimizer)
+    assert steps_of(scope) == STEPS
+    assert scope._attached.driver.task.optimizer is optimizer
+
+
+def test_closures_are_observed(tmp_path: Path) -> None:
+    def run(folder: Path | None) -> tuple[torch.Tensor, Any]:
+        model = made()
+        lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+        torch.manual_seed(1)
+
+        def train() -> None:
+            for _ in range(STEPS):
+                inputs, targets = rows()
+
+                def closure(inputs: Any = inputs, targets: Any = targets) -> torch.Tensor:
+                    lbfgs.zero_grad()
+                    loss = functional.cross_entropy(model(inputs), targets)
+                    loss.backward()
+                    return loss
+
+                lbfgs.step(closure)
+
+        if folder is None:
+            train()
+            return weights(model), None
+        with loopscope.attach(model, lbfgs, with_hooks="health", out=folder / "run", display="none") as scope:
+            train()
+        return weights(model), scope
+
+    found, scope = run(tmp_path)
+    assert torch.equal(run(None)[0], found)
+    assert steps_of(scope) == STEPS
+    assert "training_metrics/loss" in scope.last_metrics()
+
+
+def test_adversaries_are_separate_trainings(tmp_path: Path) -> None:
+    """The generator's loss also reaches the discriminator, whose gradients of it are cleared."""
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (generator, critic)]
+    options: dict[str, Any] = {"hooks": [], "display": "none"}
+    first = loopscope.attach(generator, optimizers[0], out=tmp_path / "generator", **options)
+    second = loopscope.attach(critic, optimizers[1], out=tmp_path / "critic", **options)
+    losses: list[float] = []
+    for _ in range(STEPS):
+        optimizers[0].zero_grad()
+        critic(generator(torch.randn(4, 2))).mean().backward()
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        loss = critic(torch.randn(4, 2)).square().mean()
+        loss.backward()
+        optimizers[1].step()
+        losses.append(loss.item())
+    first.close()
+    second.close()
+    assert (steps_of(first), steps_of(second)) == (STEPS, STEPS)
+    assert second.last_metrics()["training_metrics/loss"] == pytest.approx(losses[-1])
+
+
+def test_nothing_remains_after_scopes_close(tmp_path: Path) -> None:
+    """Also if they close in the order in which they were opened, and after an exception."""
+    before = torch.autograd.backward, torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype
+    models = [made(), made(1)]
+    scopes = []
+    for index, model in enumerate(models):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        folder = tmp_path / str(index)
+        scopes.append(loopscope.attach(model, optimizer, hooks=[], out=folder, display="none"))
+        plain(model, optimizer)
+    assert torch.autograd.backward is not before[0]
+    with pytest.raises(ZeroDivisionError), scopes[0]:
+        raise ZeroDivisionError
+    scopes[1].close()
+    assert (torch.autograd.backward, torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype) == before
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_failed_passes_are_not_counted(tmp_path: Path) -> None:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with loopscope.attach(model, optimizer, hooks=[], out=tmp_path / "run", display="none") as scope:
+        loss = functional.cross_entropy(model(rows()[0]), rows()[1])
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        optimizer.step()
+        plain(model, optimizer)
+    assert steps_of(scope) == STEPS + 1
+
+
+def test_reported_numbers_are_recorded(tmp_path: Path) -> None:
+    """Those of an evaluation are also the newest evaluation for hooks."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with loopscope.attach(model, optimizer, hooks=[], out=tmp_path / "run", display="none") as scope:
+        for value in (0.5, 0.25):
+            plain(model, optimizer)
+            scope.log(val_loss=value, lr=1e-3, name="text")
+    lines = [json.loads(line) for path in (tmp_path / "run").glob("run*.jsonl") for line in path.open()]
+    values = [line["reported/val_loss"] for line in lines if "reported/val_loss" in line]
+    assert values == [{"steps": [6, 12], "values": [0.5, 0.25]}]
+    assert scope._attached.driver.loop.evaluation == {"val_loss": 0.25}
