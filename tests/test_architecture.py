@@ -44,7 +44,7 @@ ORDER = (
     *("isolation", "data", "training", "hooks", "hooks.selection", "taps", "lowbit.casts", "lowbit"),
     *("engine", "loops", "checkpoints"),
     *("laboratory", "doctor", "doctor.senses", "doctor.detectors"),
-    *("runs", "report", "console", "laboratory.questions", "integrations", "cli"),
+    *("runs", "report", "console", "laboratory.questions", "observing", "integrations", "cli"),
 )
 """The rooms and top-level files of ``framework/``, lowest first: each imports only lower ones."""
 MEASURES = (

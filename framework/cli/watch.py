@@ -21,8 +21,8 @@ ALONE = {"I": "python -I", "S": "python -S", "E": "python -E"}
 """Options with which Python starts without ``PYTHONPATH`` or ``sitecustomize``."""
 USAGE = """loopscope watch [OPTIONS] [--] COMMAND ...
 
-Run a training unchanged, with loopscope attached to what it trains: to every loop over an optimizer of torch, and to the
-Trainers of Hugging Face and Lightning, also in processes that the command starts.
+Run a training unchanged, with loopscope attached to what it trains: to every loop over an optimizer of torch, and to
+the Trainers of Hugging Face and Lightning, also in processes that the command starts.
 
   loopscope watch python train.py --lr 1e-3
   loopscope watch --stop-after 100 -- torchrun --nproc-per-node 2 train.py
@@ -97,7 +97,7 @@ def watch(words: Sequence[str]) -> int:
         os.environ["LOOPSCOPE_WATCH_SEED"] = str(seed)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execvp(command[0], command)
+    return os.execvp(command[0], command)
 
 
 def _runs_alone(command: Sequence[str]) -> str:

@@ -34,9 +34,10 @@ class RunConsole(Display):
     A failure in it disables the display and never ends the run.
 
     Args:
-        mode: ``brief`` prints a line at the start, findings, and the diagnosis at the end, ``normal`` prints lines, ``verbose`` also hooks, files and tables of metrics, ``live`` uses the full
-            screen, ``silent`` shows the progress bar and prints warnings at the end, ``none`` prints nothing. Without a
-            terminal ``live`` is ``normal``.
+        mode: ``brief`` prints a line at the start, findings, and the diagnosis at the end, ``normal`` prints lines,
+            ``verbose`` also hooks, files and tables of metrics, ``live`` uses the full screen, ``silent`` shows the
+            progress bar and prints warnings at the end, ``none`` prints nothing. Without a terminal ``live`` is
+            ``normal``.
         live_metrics: full names of the metrics to show first, by group.
         progress_metrics: full names of the metrics on the progress line, by label.
         compared_to: by final metric, the strategy from which the comparison shows the distance.

@@ -260,6 +260,10 @@ class CustomLoop(Transient):
             if attached.manager.counts_epochs:  # in the step loop, sums continue across epochs
                 with self._hook_calls:
                     self._driver.begin_epoch(snapshot_follows=True)
+        self._add_batches(batch, others)
+
+    def _add_batches(self, batch: Batch, others: Sequence[Batch]) -> None:
+        """Start a step on micro-batches, or add them to the open one."""
         step = self._step
         if step.has_new_batch and step.losses:  # the loop has dropped a batch before its backward pass
             del step.batches[-1]
@@ -358,9 +362,8 @@ class CustomLoop(Transient):
         self._is_in_backward = False
         scaled, self._scaled = self._scaled, None
         step = self._step
-        if not self._note_reached(before) and not (
-            step.stepped_in_backward or (self._has_shards and step.has_new_batch)
-        ):
+        is_of_shards = step.has_new_batch and bool(self._driver.task.ranks.shards)  # which keep gradients elsewhere
+        if not (self._note_reached(before) or step.stepped_in_backward or is_of_shards):
             return
         if step.phase is BETWEEN_STEPS and not step.has_closure:
             self._open_step()
@@ -397,10 +400,6 @@ class CustomLoop(Transient):
     @property
     def _parameters(self) -> list[Any]:
         return [item for optimizer in self._optimizers for group in optimizer.param_groups for item in group["params"]]
-
-    @property
-    def _has_shards(self) -> bool:
-        return bool(self._driver.task.ranks.shards)
 
     def _read_gradients(self) -> tuple[list[Any], list[Any]]:
         gradients = [parameter.grad for parameter in self._parameters]
@@ -788,19 +787,12 @@ class CustomLoop(Transient):
             )
             return None
         step = self._step
-        has_gradients = step.phase is COMPLETE or bool(step.is_counted or step.losses)
+        has_gradients = step.phase is COMPLETE or step.is_counted or bool(step.losses)
         # With gradients that were computed before, a closure such as ``lambda: loss`` only returns the loss.
         if not has_gradients and any(item is not None for item in (*inputs[1:], *options.values())):
             return self._begin_closure_step(inputs, options)
-        if step.phase is IN_STEP and (step.is_counted or step.losses):
-            if not step.is_counted:
-                self._warn_once(
-                    "short",
-                    f"optimizer.step() was called after only {step.calls} of {self._accumulate} micro-batches, so "
-                    "hooks at POST_BACKWARD saw the gradients accumulated until then; call "
-                    "scope.backward(loss, last=True) for the last micro-batch of a shorter step.",
-                )
-            self._gradients_complete()
+        if has_gradients and step.phase is IN_STEP:
+            self._complete_at_update()
         if index in self._step.stepped:  # this optimizer starts another step, in which the others did not take part
             self._end_step(skipped=False)
         if self._step.stepped:  # another optimizer of the same step has stepped, and hooks have seen the gradients
@@ -815,6 +807,17 @@ class CustomLoop(Transient):
             with self._hook_calls, unscaled:
                 self._driver.before_update()
         return None
+
+    def _complete_at_update(self) -> None:
+        """Complete the gradients of a step at their first use, its update."""
+        if not self._step.is_counted:
+            self._warn_once(
+                "short",
+                f"optimizer.step() was called after only {self._step.calls} of {self._accumulate} micro-batches, so "
+                "hooks at POST_BACKWARD saw the gradients accumulated until then; call "
+                "scope.backward(loss, last=True) for the last micro-batch of a shorter step.",
+            )
+        self._gradients_complete()
 
     def after_update(self, index: int) -> None:
         """Note the end of an optimizer's step, and end the step of the loop with that of its last optimizer."""

@@ -16,7 +16,8 @@ from ..state import InternalFunction, Transient
 class Receiver(Protocol):
     """Receives the arguments of a pass, and whether it ran in train mode."""
 
-    def __call__(self, batch: Any, *, train: bool) -> None: ...
+    def __call__(self, batch: Any, *, train: bool) -> None:
+        """Receive the only argument, or the arguments by name."""
 
 
 class ForwardArguments(Transient):

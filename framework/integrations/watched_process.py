@@ -1,7 +1,7 @@
 """The trainings of a process under ``loopscope watch``, to which loopscope attaches itself.
 
-An optimizer that is created, or a Trainer that starts, is reported by ``watch_site/sitecustomize.py``. The first training
-pass of a module over the parameters of an optimizer starts the scope of that training.
+An optimizer that is created, or a Trainer that starts, is reported by ``watch_site/sitecustomize.py``. The first
+training pass of a module over the parameters of an optimizer starts the scope of that training.
 """
 
 import json

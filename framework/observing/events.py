@@ -3,8 +3,8 @@
 The wrappers are installed while any loop listens, and call torch's own function in any case:
 
 - ``torch.autograd.backward``, which ``Tensor.backward`` calls by this name.
-- ``torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype``: every function that clips gradients, or computes their
-  joint norm, first calls this private one, also if a script has imported it by name before the wrappers exist.
+- ``torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype``: every function that clips gradients, or computes
+  their joint norm, first calls this private one, also if a script has imported it by name before the wrappers exist.
 - ``GradScaler.scale``, ``unscale_`` and ``step``.
 """
 

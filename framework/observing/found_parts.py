@@ -60,11 +60,10 @@ def schedulers_of(optimizer: Optimizer) -> list[Any]:
 
 
 def scaler_in_use() -> GradScaler | None:
-    """Return the enabled scaler of losses that exists; of several, the one that the calling functions refer to."""
+    """Return the only enabled scaler of losses that the calling functions refer to, if there is one."""
     found = [item for item in _objects((GradScaler,)) if item.is_enabled()]
-    if len(found) > 1:
-        referred = _referred_by_callers()
-        found = [item for item in found if id(item) in referred]
+    referred = _referred_by_callers() if found else set()
+    found = [item for item in found if id(item) in referred]
     return found[0] if len(found) == 1 else None
 
 

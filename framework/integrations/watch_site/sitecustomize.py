@@ -1,15 +1,18 @@
 """Python imports this module at the start of every process under ``loopscope watch``; it imports nothing slow.
 
-It waits until torch's optimizers, or a trainer, are imported. The first optimizer that is created, or the first training
-of a trainer, imports loopscope, which attaches itself to the training. If that fails, the training continues without it.
+It waits until torch's optimizers, or a trainer, are imported. The first optimizer that is created, or the first
+training of a trainer, imports loopscope, which attaches itself to the training. If that fails, the training continues
+without it.
 """
 
 import atexit
 import functools
 import os
 import sys
+from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
+from typing import Any
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _OPTIMIZERS = "torch.optim.optimizer"
@@ -32,19 +35,18 @@ _SHIFT = int(os.environ.get("LOOPSCOPE_WATCH_SEED", 0))
 _GIVEN_UP = []
 
 
-def _watched():
+def _watched() -> Any:
     """Return the module of loopscope that attaches to trainings, or ``None`` if it cannot be imported."""
     if _GIVEN_UP:
         return None
     try:
-        from loopscope.integrations import watched_process
+        return import_module("loopscope.integrations.watched_process")
     except BaseException as error:
         _give_up(error)
         return None
-    return watched_process
 
 
-def _give_up(error):
+def _give_up(error: BaseException) -> None:
     if not _GIVEN_UP:
         _GIVEN_UP.append(True)
         sys.stderr.write(
@@ -52,7 +54,7 @@ def _give_up(error):
         )
 
 
-def _tell(name, *inputs):
+def _tell(name: str, *inputs: Any) -> None:
     """Call a function of the watching module; its errors never reach the script."""
     module = _watched()
     if module is None:
@@ -63,7 +65,7 @@ def _tell(name, *inputs):
         _give_up(error)
 
 
-def _on_import(module):
+def _on_import(module: Any) -> None:
     name = module.__name__
     if name in _SEEDING:
         _with_shifted_seeds(module, _SHIFT)
@@ -81,11 +83,11 @@ def _on_import(module):
             _before(place, function, report, named=True)
 
 
-def _after(owner, name, tell):
+def _after(owner: Any, name: str, tell: Any) -> None:
     function = getattr(owner, name)
 
     @functools.wraps(function)
-    def wrapper(*args, **kwargs):
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         tell(*args)
         return result
@@ -93,11 +95,11 @@ def _after(owner, name, tell):
     setattr(owner, name, wrapper)
 
 
-def _before(owner, name, tell, named=False):
+def _before(owner: Any, name: str, tell: Any, *, named: bool = False) -> None:
     function = getattr(owner, name)
 
     @functools.wraps(function)
-    def wrapper(*args, **kwargs):
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         tell(args, kwargs) if named else tell(*args)
         return function(*args, **kwargs)
 
@@ -107,16 +109,16 @@ def _before(owner, name, tell, named=False):
 class _Loader:
     """A loader that runs a module as another one does, and then :func:`_on_import`."""
 
-    def __init__(self, loader):
+    def __init__(self, loader: Any) -> None:
         self._loader = loader
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def create_module(self, spec):
+    def create_module(self, spec: Any) -> Any:
         return self._loader.create_module(spec)
 
-    def exec_module(self, module):
+    def exec_module(self, module: Any) -> None:
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         try:
@@ -128,7 +130,7 @@ class _Loader:
 class _Finder:
     """Finds the modules of this file by the other finders, and wraps their loaders."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         is_seeding = name in _SEEDING and _SHIFT
         if name != _OPTIMIZERS and name not in _TRAINERS and name not in _REPORTS and not is_seeding:
             return None
@@ -142,15 +144,15 @@ class _Finder:
         return None
 
 
-def _with_shifted_seeds(module, shift):
+def _with_shifted_seeds(module: Any, shift: int) -> None:
     """Add a number to every seed that the script sets by functions of a module."""
     for name in _SEEDING[module.__name__]:
         setattr(module, name, _shifted(getattr(module, name), shift))
 
 
-def _shifted(function, shift):
+def _shifted(function: Any, shift: int) -> Any:
     @functools.wraps(function)
-    def wrapper(*args, **kwargs):
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         args = tuple([item + shift if type(item) is int else item for item in args[:1]]) + args[1:]
         kwargs = {name: item + shift if type(item) is int else item for name, item in kwargs.items()}
         return function(*args, **kwargs)
@@ -158,22 +160,22 @@ def _shifted(function, shift):
     return wrapper
 
 
-def _shift_generators(torch, shift):
+def _shift_generators(torch: Any, shift: int) -> None:
     """Replace the class of torch's generators by a subclass whose ``manual_seed`` adds a number."""
     base = torch.Generator
 
     class OfAny(type(base)):
-        def __instancecheck__(cls, item):
+        def __instancecheck__(cls, item: Any) -> bool:
             return isinstance(item, base)
 
     class Generator(base, metaclass=OfAny):
-        def manual_seed(self, seed):
+        def manual_seed(self, seed: int) -> Any:
             return super().manual_seed(seed + shift)
 
     torch.Generator = Generator
 
 
-def _load_hidden():
+def _load_hidden() -> None:
     """Load the ``sitecustomize`` that this one hides, if there is one."""
     paths = [path for path in sys.path if os.path.abspath(path or os.curdir) != _FOLDER]
     spec = PathFinder.find_spec("sitecustomize", paths)
@@ -183,7 +185,7 @@ def _load_hidden():
         spec.loader.exec_module(module)
 
 
-def _say_if_nothing_started():
+def _say_if_nothing_started() -> None:
     """Say at the end of the command's own process that neither it nor its children have trained."""
     path = os.environ.get("LOOPSCOPE_WATCH_STARTED", "")
     try:

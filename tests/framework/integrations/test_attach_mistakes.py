@@ -189,7 +189,7 @@ TOLD: dict[str, tuple[Any, Any, str]] = {
         lambda i: i % 2,
         "call scope.backward(loss, last=True) for the last",
     ),
-    "two updates": (lambda scope: scope.backward, lambda i: 2, "called without a backward pass before it"),
+    "two updates": (lambda scope: scope.backward, lambda i: 2, "called without a pass of the model before it"),
 }
 
 
