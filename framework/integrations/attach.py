@@ -147,7 +147,7 @@ def attach(
     if hooks is None and with_hooks is None:
         given["with_hooks"] = "health"
     given |= {"is_loop_given": loop is not None, "audit_hooks": audit}
-    given["reference"] = None if reference is None else Path(reference)
+    given["reference"] = Path(reference) if isinstance(reference, str) else reference
     chosen = {name: given[name] for name in AttachOptions.__dataclass_fields__ if given[name] is not None}
     with preserved_streams():  # importing plug-ins and creating hooks may draw random numbers
         return _attach(target, chosen, given)

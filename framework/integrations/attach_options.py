@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from ..hooks.selection import (
     select_hooks,
 )
 from ..names import as_names
-from ..runs import RunSettings
+from ..runs import RunSettings, describe_type, fits, union_members
 from .argument_checks import check_function, check_hooks, check_tables
 from .epoch_plan import EpochPlan
 from .given_data import EndlessLoader, GivenData, as_loader, check_given, length_of
@@ -33,6 +33,8 @@ HookGroup = Literal["none", "minimal", "health", "observers", "interventions", "
 HookChoice = str | type[TrainingHook] | TrainingHook
 DisplayMode = Literal["brief", "normal", "verbose", "silent", "none"]
 StopOn = Literal["critical", "nonfinite"]
+PLAIN = frozenset({bool, int, str, Path, type(None)})
+"""Types of options that are checked against their annotation."""
 NO_BATCH = object()
 MISSING_PARTS = {
     "needs_experiment_loop": "train in an experiment of loopscope",
@@ -108,6 +110,10 @@ class AttachOptions(RunSettings):
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for an invalid value."""
         super().__post_init__()
+        for name, annotation in get_type_hints(type(self)).items():
+            if PLAIN.issuperset(union_members(annotation)) and not fits(value := getattr(self, name), annotation):
+                argument = "audit" if name == "audit_hooks" else name
+                raise UsageError(f"{argument} is {value!r}; it must be {describe_type(annotation)}.")
         for name in ("hooks", "sinks"):
             value = getattr(self, name)
             is_list = isinstance(value, (list, tuple, str))
@@ -123,8 +129,7 @@ class AttachOptions(RunSettings):
         require(is_table, f'config is a {kind}; it must be a dict of plain values: {{"name": value}}.')
         counts = {name: getattr(self, name) for name in ("log_every", "snapshot_every", "length", "stop_after")}
         for name, count in counts.items():
-            fits = count is None or (type(count) is int and count >= 1)
-            require(fits, f"{name} is {count!r}; it must be an integer of at least 1.")
+            require(count is None or count >= 1, f"{name} is {count!r}; it must be an integer of at least 1.")
         check_function("loss", self.loss, ("model", "batch"))
         check_function("evaluate", self.evaluate, ("model",))
         is_mapping = isinstance(self.also, Mapping)

@@ -4,7 +4,7 @@ from ..errors import require
 from .checks import check_device
 from .provenance import read_provenance
 from .config import (
-    ExperimentConfig, RunFlags, RunOptions, RunSettings, allowed_words, describe_type, field_names, union_members,
+    ExperimentConfig, RunFlags, RunOptions, RunSettings, allowed_words, describe_type, field_names, fits, union_members,
 )
 from .file_manifest import ALL, READ, SETTINGS, changed_files, changes_text, warn_of_changes
 from .records import (
@@ -65,6 +65,7 @@ __all__ = [
     "differences",
     "environment",
     "field_names",
+    "fits",
     "forward_emits",
     "history_without_metrics",
     "load_reference",

@@ -1,0 +1,158 @@
+"""``loopscope watch``: commands run unchanged, with a record beside them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.process
+TRAINING = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+for step in range(6):
+    inputs = torch.randn(8, 4)
+    loss = nn.functional.cross_entropy(model(inputs), (inputs.sum(1) > 0).long())
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+{last}
+print([value.double().sum().item() for value in model.parameters()], torch.rand(1).item(), sys.argv[1:])
+"""
+
+
+def run(folder: Path, *words: str, watched: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder, under ``loopscope watch`` or alone."""
+    prefix = [sys.executable, "-m", "loopscope", "watch"] if watched else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run([*prefix, *words], cwd=folder, capture_output=True, text=True, env=environment, check=False)
+
+
+def script(folder: Path, last: str = "", text: str = TRAINING) -> str:
+    """Write a training, and return its path."""
+    path = folder / "train.py"
+    path.write_text(text.replace("{last}", last))
+    return str(path)
+
+
+def summary(folder: Path, name: str = "run_0") -> dict[str, Any]:
+    """Return the summary of a run."""
+    content: dict[str, Any] = json.loads((folder / "loopscope-runs" / name / "summary.json").read_text())
+    return content
+
+
+@pytest.mark.guarantee("unedited-loops-keep-their-bytes")
+def test_watched_script_is_the_script_alone(tmp_path: Path) -> None:
+    """Its output, arguments and status are its own, and its record is complete."""
+    words = [sys.executable, script(tmp_path, "sys.stdout.flush()"), "--lr", "1e-3"]
+    alone, watched = run(tmp_path, *words, watched=False), run(tmp_path, *words)
+    assert (watched.stdout, watched.returncode) == (alone.stdout, 0)
+    assert "observing Sequential" in watched.stderr
+    found = summary(tmp_path)
+    assert (found["status"], found["steps"], found["hook_errors"]) == ("completed", 6, [])
+
+
+@pytest.mark.parametrize(("last", "status"), [("sys.exit(5)", 5), ("1 / 0", 1), ("import os; os._exit(7)", 7)])
+@pytest.mark.slow_rows("sys")
+def test_status_is_that_of_the_command(tmp_path: Path, last: str, status: int) -> None:
+    watched = run(tmp_path, sys.executable, script(tmp_path, last))
+    assert watched.returncode == status
+    if status == 1:
+        assert "ZeroDivisionError" in watched.stderr
+        assert summary(tmp_path)["status"] == "failed"
+
+
+def test_training_stops_after_some_steps(tmp_path: Path) -> None:
+    watched = run(tmp_path, "--stop-after", "3", "--", sys.executable, script(tmp_path))
+    assert (watched.returncode, watched.stdout) == (0, "")
+    assert summary(tmp_path)["steps"] == 3
+
+
+@pytest.mark.slow
+def test_training_stops_at_a_critical_finding(tmp_path: Path) -> None:
+    text = TRAINING.replace("loss.backward()", "(loss * float('nan')).backward()")
+    watched = run(tmp_path, "--stop-on", "nonfinite", "--", sys.executable, script(tmp_path, text=text))
+    assert watched.returncode == 3
+
+
+@pytest.mark.slow
+def test_seeds_are_shifted(tmp_path: Path) -> None:
+    """The seed of a run is that of the script plus the given number."""
+    shifted = run(tmp_path, "--seed", "4", "--", sys.executable, script(tmp_path))
+    text = TRAINING.replace("manual_seed(0)", "manual_seed(4)")
+    alone = run(tmp_path, sys.executable, script(tmp_path, text=text), watched=False)
+    assert shifted.stdout == alone.stdout
+
+
+def test_own_site_customisation_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    text = "import os\nif 'LOOPSCOPE_WATCH' in os.environ:\n    print('mine')\n"  # not in the process of the command
+    (tmp_path / "site/sitecustomize.py").write_text(text)
+    watched = run(tmp_path, sys.executable, "-c", "print('done')", PYTHONPATH=str(tmp_path / "site"))
+    assert watched.stdout.split() == ["mine", "done"]
+    assert "no step of an optimizer" in watched.stderr
+
+
+@pytest.mark.slow
+def test_adversaries_have_separate_records(tmp_path: Path) -> None:
+    text = """
+import torch
+from torch import nn
+generator, critic = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+first, second = (torch.optim.SGD(module.parameters(), 0.1) for module in (generator, critic))
+for _ in range(4):
+    first.zero_grad()
+    critic(generator(torch.randn(4, 2))).mean().backward()
+    first.step()
+    second.zero_grad()
+    critic(torch.randn(4, 2)).square().mean().backward()
+    second.step()
+"""
+    watched = run(tmp_path, sys.executable, script(tmp_path, text=text))
+    assert watched.returncode == 0
+    assert [summary(tmp_path, name)["steps"] for name in ("run_0", "run_1")] == [4, 4]
+
+
+@pytest.mark.slow
+def test_parts_that_are_called_alone_are_one_training(tmp_path: Path) -> None:
+    """An encoder and a decoder with one optimizer, called one after the other."""
+    text = """
+import torch
+from torch import nn
+encoder, decoder = nn.Linear(4, 2), nn.Linear(2, 4)
+optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], 0.1)
+for _ in range(4):
+    inputs = torch.randn(8, 4)
+    loss = (decoder(encoder(inputs)) - inputs).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    watched = run(tmp_path, sys.executable, script(tmp_path, text=text))
+    assert watched.returncode == 0, watched.stderr
+    assert summary(tmp_path)["steps"] == 4
+
+
+@pytest.mark.parametrize("flag", ["-I", "-S", "-sE"])
+@pytest.mark.slow_rows("-S", "-sE")
+def test_python_without_our_folder_is_refused(tmp_path: Path, flag: str) -> None:
+    watched = run(tmp_path, sys.executable, flag, "train.py")
+    assert watched.returncode == 2
+    assert "leave the option out" in watched.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "sentence"),
+    [([], 2, "needs the command"), (["no-such-program"], 127, "not a command"), (["--stop-after", "0"], 2, "'0'")],
+)
+def test_wrong_commands_are_refused(tmp_path: Path, words: list[str], status: int, sentence: str) -> None:
+    watched = run(tmp_path, *words)
+    assert (watched.returncode, sentence in watched.stderr) == (status, True)
+    assert "Traceback" not in watched.stderr
