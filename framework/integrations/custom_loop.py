@@ -280,12 +280,12 @@ class CustomLoop(Transient):
             self._driver.begin_step(self._batch, self._index)
 
     def note_batch(self, batch: Batch) -> None:
-        """Note a batch of the loop; one without tensors, such as an index, is replaced by the arguments of the pass.
+        """Note a batch of the loop; one without data, such as indices, is replaced by the arguments of the pass.
 
         Not if ``loss=`` was given, which gets the loop's batch.
         """
         arguments = self.arguments
-        has_tensors = any(isinstance(value, (Tensor, np.ndarray)) for _, value, _ in visited("", batch))
+        has_tensors = any(_holds_data(value) for _, value, _ in visited("", batch))
         if arguments is not None and (has_tensors or "needs_loss" not in self._attached.lacks):
             arguments.disarm()
             self.arguments = None
@@ -896,6 +896,13 @@ class CustomLoop(Transient):
         is_new = kind not in self._used
         self._used.add(kind)
         return is_new
+
+
+def _holds_data(value: Any) -> bool:
+    """Return whether a value is a tensor or an array of data, not one of indices: integers in one dimension."""
+    if isinstance(value, Tensor):
+        return value.ndim != 1 or value.is_floating_point() or value.is_complex()
+    return isinstance(value, np.ndarray) and (value.ndim != 1 or value.dtype.kind not in "iu")
 
 
 def _is_skipped(optimizer: Optimizer) -> bool:

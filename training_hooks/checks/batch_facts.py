@@ -41,8 +41,10 @@ class BatchPart:
 def parts_of(batch: Any) -> list[BatchPart]:
     """Return inputs and targets of each micro-batch; nothing for those without inputs on the CPU.
 
-    Inputs are the first floating-point tensor, or else the first integer tensor with at least two dimensions. Targets
-    are the tensor with a usual name, or else the last integer tensor that is not the inputs.
+    Inputs are the first floating-point tensor with several numbers per row, or else the first such integer tensor, or
+    else the first floating-point tensor. Targets are the tensor with a usual name, or else the last integer tensor that
+    is not the inputs; beside integer inputs a number per row, such as a score, is more likely the target than an
+    integer, such as a length, so that there none is known.
     """
     batches = batch if isinstance(batch, MicroBatches) else [batch]
     return [part for item in batches if (part := _part(item)) is not None]
@@ -53,14 +55,17 @@ def _part(batch: Any) -> BatchPart | None:
     named = [(name, leaf) for name, leaf in leaves if leaf is not None]
     usual = next((leaf for name, leaf in named if name in TARGET_NAMES), None)
     others = [(name, leaf) for name, leaf in named if leaf is not usual]
-    candidates = [leaf for name, leaf in others if leaf.is_floating_point() and not _is_auxiliary(name)]
+    numbers = [leaf for name, leaf in others if leaf.is_floating_point() and not _is_auxiliary(name)]
+    candidates = [leaf for leaf in numbers if leaf.ndim >= 2]
     candidates += [leaf for name, leaf in others if _is_integer(leaf) and leaf.ndim >= 2 and "mask" not in name.lower()]
+    candidates += [leaf for leaf in numbers if leaf.ndim == 1]
     if not candidates:
         return None
     inputs = candidates[0]
     decoder_inputs = next((leaf for name, leaf in named if name == "decoder_input_ids" and leaf.ndim == 2), None)
     remaining = [leaf for name, leaf in others if _is_integer(leaf) and leaf is not inputs and not _is_auxiliary(name)]
-    targets = usual if usual is not None else (remaining[-1] if remaining else None)
+    has_scores = _is_integer(inputs) and any(leaf.ndim == 1 for leaf in numbers)
+    targets = usual if usual is not None else (remaining[-1] if remaining and not has_scores else None)
     mask = next((leaf for name, leaf in named if name == "attention_mask" and leaf.ndim == 2), None)
     return BatchPart(inputs, targets, decoder_inputs, mask)
 

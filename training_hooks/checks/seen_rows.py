@@ -16,6 +16,8 @@ MOST_ROWS = 200_000
 MOST_WORDS = 512
 """Elements of a row that its fingerprint contains, evenly spaced: 11 ms for 256 images of 3 × 224 × 224, where 4,096
 elements take 90 ms."""
+ALL_SEEN, NONE_SEEN = 0.8, 0.05
+"""Shares of repeated rows that show the start of the second pass over the data, and the mean before it."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -63,10 +65,20 @@ class SeenRows(Remembering):
     """A weak reference to the inputs of the last batch."""
     _same = Remembered(int)
     """Batches in a row that were equal to the one before."""
+    _repeats = Remembered(float)
+    """The sum of the shares of repeated rows, in a loop that does not show its epochs."""
+    _batches = Remembered(int)
+    """The batches of its first pass over the data."""
+    _has_passed = Remembered(bool)
+    """Whether this pass has ended."""
 
-    def add(self, parts: Sequence[BatchPart], epoch: int) -> dict[str, float]:
-        """Add the rows of a batch; return the shares that the epoch, or the batch itself, already has."""
-        if epoch != self._epoch:
+    def add(self, parts: Sequence[BatchPart], epoch: int | None) -> dict[str, float]:
+        """Add the rows of a batch; return the shares that the epoch, or the batch itself, already has.
+
+        Without an ``epoch``, in a loop of steps, the first pass over the data counts: it ends at a batch of which
+        nearly all rows have been seen, after batches of which nearly none had. Later repetitions are those of epochs.
+        """
+        if epoch is not None and epoch != self._epoch:
             self._epoch, self._seen, self._last = epoch, set(), []
         rows = [row for part in parts for row in fingerprints(part).tolist()]
         if not rows:
@@ -79,8 +91,13 @@ class SeenRows(Remembering):
         distinct = set(rows)
         if len(self._seen) + len(distinct) <= MOST_ROWS:
             self._seen |= distinct
+        share = repeated / len(rows)
+        if epoch is None:
+            is_next_pass = share > ALL_SEEN and self._repeats < NONE_SEEN * self._batches
+            self._has_passed = self._has_passed or is_next_pass
+            self._repeats, self._batches = self._repeats + share, self._batches + 1
         return {
-            "repeated_row_fraction": repeated / len(rows),
+            **({} if self._has_passed else {"repeated_row_fraction": share}),
             "duplicate_row_fraction": 1 - len(distinct) / len(rows),
             "same_batch_count": self._same,
         }

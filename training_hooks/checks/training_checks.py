@@ -212,7 +212,8 @@ class TrainingChecks(TrainingHook):
             which most rows end, if it hardly occurs elsewhere; of targets with two dimensions, and of tokens without
             separate targets, if the cross-entropy counts all targets alike | [0, 1]
             | Above 0: padding counts as a target. Replace it by −100.
-        repeated_row_fraction | share of the batch's rows that an earlier step of the epoch had | [0, 1]
+        repeated_row_fraction | share of the batch's rows that an earlier step of the epoch had, in a loop of steps one of
+            the first pass over the data | [0, 1]
             | Above 0: the loader draws with replacement, or the epoch has the data twice. Missing rows: only those of
             the first 200 steps and of checked steps are known.
         duplicate_row_fraction | share of the batch's rows that repeat another row of it | [0, 1]
@@ -279,6 +280,7 @@ class TrainingChecks(TrainingHook):
         Raises:
             UsageError: a pattern of names matches no parameter.
         """
+        self._has_epochs = run.loop == "epoch"
         self._layers = LayerWeights.of(run.model)
         self._sizes = exact_norms({name: item for name, item in trainable(run.model).items() if not item.is_meta})
         self._budget.check_names(trainable(run.model))
@@ -306,6 +308,9 @@ class TrainingChecks(TrainingHook):
         self._note_between(ctx)
         return metrics | nonfinite_facts(self._passes.of(ctx.step))  # of the first loss that is not finite
 
+    def _epoch_of(self, ctx: RunDataContext) -> int | None:
+        return ctx.epoch if self._has_epochs else None
+
     def _note_between(self, ctx: RunDataContext) -> None:
         """Note what a step between two checks shows."""
         if self._without:
@@ -313,7 +318,7 @@ class TrainingChecks(TrainingHook):
         if self._frozen:
             self._note_thawed(ctx.model)
         if ctx.step <= ROWS_UNTIL:
-            self._rows.add(parts_of(ctx.batch_data), ctx.epoch)
+            self._rows.add(parts_of(ctx.batch_data), self._epoch_of(ctx))
 
     def _note_late_gradients(self, model: nn.Module) -> None:
         """Note which parameters without a gradient at the last check have one now, as heads of rare tasks do."""
@@ -350,7 +355,7 @@ class TrainingChecks(TrainingHook):
             facts["lost_gradient_fraction"] = len(lost) / len(self._with_gradient)
         if "look_ahead_fraction" in facts:
             facts |= token_facts(parts, passes)
-        metrics |= facts | self._data_metrics(parts, passes, ctx.epoch) | module_modes(ctx.model)
+        metrics |= facts | self._data_metrics(parts, passes, self._epoch_of(ctx)) | module_modes(ctx.model)
         return metrics
 
     def _frozen_metrics(self, model: nn.Module) -> Numbers:
@@ -409,7 +414,7 @@ class TrainingChecks(TrainingHook):
         scale = {} if ctx.loss_scale is None else {"loss_scale": ctx.loss_scale}
         return {"float16_used": int(is_used), **scale}
 
-    def _data_metrics(self, parts: list[BatchPart], passes: Sequence[BackwardPass], epoch: int) -> Numbers:
+    def _data_metrics(self, parts: list[BatchPart], passes: Sequence[BackwardPass], epoch: int | None) -> Numbers:
         """Return the metrics of inputs and targets; padding only if the loss counts all of its targets alike."""
         ignored = passes[0].ignore_index if passes else IGNORED
         targets = target_facts(parts, ignored)
@@ -424,7 +429,10 @@ class TrainingChecks(TrainingHook):
             targets["target_class_count"] = max(one.target_classes or 0 for one in passes)
         if passes and passes[0].class_count > ignored >= 0:
             targets |= inside_facts(parts, ignored)
-        metrics = input_facts(parts) | targets | end_facts(parts) | self._rows.add(parts, epoch)
+        repeats = self._rows.add(parts, epoch)
+        if epoch is None and self._step > ROWS_UNTIL:  # a pass over the data may have ended between the checks
+            repeats.pop("repeated_row_fraction", None)
+        metrics = input_facts(parts) | targets | end_facts(parts) | repeats
         if "target_class_count" in targets:
             self._batches += 1
             self._single_class_batches += targets["target_class_count"] == 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from loopscope.training_hooks.checks import seen_rows
-from loopscope.training_hooks.checks.batch_facts import BatchPart
+from loopscope.training_hooks.checks.batch_facts import BatchPart, parts_of
 from loopscope.training_hooks.checks.seen_rows import SeenRows, fingerprints
 
 from tests.training_hooks.reloading import through_a_file
@@ -70,3 +70,25 @@ def test_equal_batches_in_a_row_are_counted() -> None:
     assert counts == [0, 1, 2, 0, 0, 0]
     assert rows.add([BatchPart(data)], 0)["same_batch_count"] == 1
     assert rows.add([BatchPart(data.clone())], 1)["same_batch_count"] == 0
+
+
+def passes(*orders: list[int]) -> list[float | None]:
+    """Return the share of repeated rows of each batch in a loop of steps."""
+    rows, data = SeenRows(), torch.arange(40.0).reshape(20, 2)
+    found = [rows.add([BatchPart(data[order].clone())], None) for order in orders]
+    return [metrics.get("repeated_row_fraction") for metrics in found]
+
+
+def test_later_passes_of_step_loops_do_not_count():
+    """Without epochs, rows of the first pass count until nearly all of a batch has been seen."""
+    first = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert passes(*first, [5, 0, 7], [1, 2, 3]) == [0, 0, 0, None, None]
+    assert passes([0, 1, 2, 3], [0, 1, 4, 5], [0, 4, 6, 7]) == [0, 0.5, 0.5]
+
+
+def test_lengths_beside_tokens_are_no_rows():
+    """The inputs of ``(tokens, lengths, scores)`` are the tokens, and no target is known."""
+    tokens = torch.randint(9, (5, 4))
+    (part,) = parts_of((tokens, torch.full((5,), 3), torch.rand(5)))
+    assert part.inputs is tokens
+    assert part.targets is None
