@@ -10,6 +10,7 @@ from ..hooks import ExperimentRegistry, HookRegistry
 from ..runs import allowed_words, union_members
 from .parser import CommandParser
 from .run_parser import Experiment, run_parser
+from .watch import watch_parser
 
 SHELLS = tuple(shtab.SUPPORTED_SHELLS)
 FOLDERS, FILES = ("RUN", "FOLDER"), ("config", "out")  # arguments that are paths without a declared type
@@ -22,6 +23,7 @@ def completion_script(shell: str, parsers: Iterable[CommandParser]) -> str:
     for parser in parsers:
         _declare_values(parser)
         _add(commands, parser.command, parser)
+    commands.add_parser("watch", parents=[watch_parser()], add_help=False, help="Run a training script unchanged.")
     experiments = commands.add_parser("run", help="Train an experiment.").add_subparsers()
     for experiment in ExperimentRegistry:
         parser = run_parser(experiment, None)

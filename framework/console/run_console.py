@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from math import ceil
@@ -46,6 +46,7 @@ class RunConsole(Display):
         label: the text before the progress bar, in place of the name of the run.
         bar: show a progress bar; a Trainer has its own.
         warnings: the class of warnings to show; others are passed to the previous ``showwarning``.
+        alerts_of: names of the hooks whose alerts ``brief`` shows, besides the findings of the doctor.
         console: the output; by default standard output.
         clock: returns the time in seconds.
     """
@@ -62,6 +63,7 @@ class RunConsole(Display):
         label: str = "",
         bar: bool = True,
         warnings: type[Warning] = Warning,
+        alerts_of: Collection[str] = (),
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,7 +81,8 @@ class RunConsole(Display):
         watched = {name for names in self._live_metrics.values() for name in names} if self._live else set()
         shown = {label: names for label, names in (progress_metrics or {}).items() if not watched.issuperset(names)}
         self._numbers = ProgressNumbers(shown)
-        self._watch = Watch(self._live_metrics, self._notify, immediate=self._mode != "silent")
+        shown_hooks = alerts_of if self._mode == "brief" else None
+        self._watch = Watch(self._live_metrics, self._notify, immediate=self._mode != "silent", hooks=shown_hooks)
         self._hooks: list[str] = []  # of the previous strategy
         self._line_view: LineView | None = None
         self._exit = ExitStack()
@@ -103,8 +106,10 @@ class RunConsole(Display):
 
     def sinks(self) -> list[MetricSink]:
         """Return the sinks of the display: alerts, and the SNAPSHOT table or the full screen."""
-        if self._mode in ("brief", "none"):
+        if self._mode == "none":
             return []
+        if self._mode == "brief":
+            return [self._watch]
         sinks: list[MetricSink] = [self._watch, self._numbers]
         if self._live is not None:
             sinks.append(self._live)
@@ -275,12 +280,21 @@ class Watch(MetricSink):
         notify: shows a notice.
         immediate: show alerts at once; otherwise, at the end of the strategy, the first of each kind and the number of
             further ones.
+        hooks: names of the hooks whose alerts are shown; by default those of all.
     """
 
     name = "alerts"
     keeps: ClassVar[bool] = False
 
-    def __init__(self, live_metrics: Groups, notify: Callable[[Notice], None], *, immediate: bool) -> None:
+    def __init__(
+        self,
+        live_metrics: Groups,
+        notify: Callable[[Notice], None],
+        *,
+        immediate: bool,
+        hooks: Collection[str] | None = None,
+    ) -> None:
+        self._hooks = hooks
         self.plotted = self._begin = ""
         self._wanted = [name for names in live_metrics.values() for name in names]
         self._notify, self._immediate = notify, immediate
@@ -304,6 +318,8 @@ class Watch(MetricSink):
         """Show the first alert of each kind, and the number of further ones."""
         kinds: dict[Kind, list[Alert]] = {}
         for alert in alerts:
+            if self._hooks is not None and alert.hook not in self._hooks:
+                continue
             kinds.setdefault((alert.kind, alert.severity, isinstance(alert, Recovery)), []).append(alert)
         for kind, same_kind in kinds.items():
             if not self._immediate:

@@ -74,8 +74,9 @@ def brief_result(summary: Mapping[str, Any]) -> Text:
     count = sum(finding["severity"] != "info" for finding in summary.get("findings", ()))
     problems = counted(count, "problem") if count else "no problem"
     state = "" if summary["status"] == "completed" else f" ({summary['status']})"
+    loss = "" if summary["training_loss"] is None else f", loss {number_text(summary['training_loss'])}"
     command = f"loopscope doctor {short_path(Path(summary['output_dir']))}"
-    return Text(f"loopscope: {counted(summary['steps'], 'step')}{state}, {problems} found; details: {command}")
+    return Text(f"loopscope: {counted(summary['steps'], 'step')}{state}{loss}, {problems} found; details: {command}")
 
 
 def final_numbers(summary: Mapping[str, Any]) -> dict[str, float]:

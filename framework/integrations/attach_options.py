@@ -1,8 +1,10 @@
 """Options of an attached run, and the parts of training that its loop does not provide."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import index
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
@@ -111,7 +113,10 @@ class AttachOptions(RunSettings):
         """Raise :class:`UsageError` for an invalid value."""
         super().__post_init__()
         for name, annotation in get_type_hints(type(self)).items():
-            if PLAIN.issuperset(union_members(annotation)) and not fits(value := getattr(self, name), annotation):
+            value = getattr(self, name)
+            with suppress(TypeError):  # NumPy's integers, and tensors of one
+                value = value if isinstance(value, bool) else index(value)
+            if PLAIN.issuperset(union_members(annotation)) and not fits(value, annotation):
                 argument = "audit" if name == "audit_hooks" else name
                 raise UsageError(f"{argument} is {value!r}; it must be {describe_type(annotation)}.")
         for name in ("hooks", "sinks"):

@@ -285,7 +285,12 @@ class AttachedLoop:
         # Under ``loopscope watch``, standard output is that of the command alone.
         console = make_console(sys.stderr if END_OF_PROCESS else sys.stdout)
         self._console = RunConsole(
-            options.display, recorded=is_recorded, bar=self._bar, warnings=RunNotice, console=console
+            options.display,
+            recorded=is_recorded,
+            bar=self._bar,
+            warnings=RunNotice,
+            alerts_of=self._required,
+            console=console,
         )
         reference = None if options.reference is None else load_reference(options.reference, task.model).weights
         return create_manager(

@@ -314,14 +314,15 @@ class CustomLoop(Transient):
 
     def _on_pass(self, batch: Batch, *, train: bool) -> None:
         """Note the arguments of a pass with gradients as the batch of the step, which it opens in train mode."""
-        self._passed = batch
         self._end_failed_update()
         step = self._step
         if self._has_batches:
             if step.has_new_batch:
                 step.batches[-1] = batch
                 self._driver.loop.batch = self._batch
-        elif train and step.phase in (BETWEEN_STEPS, IN_STEP) and self._is_observable:
+            return
+        self._passed = batch
+        if train and step.phase in (BETWEEN_STEPS, IN_STEP) and self._is_observable:
             self._drop_cleared_passes()
             self._open_step()
 
@@ -365,7 +366,7 @@ class CustomLoop(Transient):
         is_of_shards = step.has_new_batch and bool(self._driver.task.ranks.shards)  # which keep gradients elsewhere
         if not (self._note_reached(before) or step.stepped_in_backward or is_of_shards):
             return
-        if step.phase is BETWEEN_STEPS and not step.has_closure:
+        if step.phase is BETWEEN_STEPS and not (step.has_closure or self._has_batches):
             self._open_step()
             step = self._step
         if step.phase not in (IN_STEP, UPDATING) or (step.phase is UPDATING and not step.has_closure):
@@ -431,7 +432,7 @@ class CustomLoop(Transient):
         if parameter.grad is gradient and gradient._version != version:
             is_cleared = not bool(torch.count_nonzero(gradient.detach()))
         if is_cleared:
-            newest = step.batches[-1] if step.has_new_batch else NO_ROWS
+            newest = step.batches[-1] if step.has_new_batch or self._has_batches else NO_ROWS
             self._cancel_step()
             self._others.watch()
             if newest is not NO_ROWS:
@@ -513,6 +514,7 @@ class CustomLoop(Transient):
                 self._before_backward(loss)
             self._run_backward(loss, options)
             return
+        self._drop_cleared_passes()
         if self._step.phase is not IN_STEP:
             self._require_open_step("scope.backward(loss)")
         self._before_backward(loss)

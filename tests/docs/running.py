@@ -16,6 +16,7 @@ import yaml
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
 from loopscope.cli.options import config_of, parse_run, run_options
+from loopscope.cli.watch import watch_parser
 from loopscope.hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from loopscope.lowbit.casts import FormatRegistry, RuleRegistry
 
@@ -73,6 +74,8 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
             options = parse_run(ExperimentRegistry.get(after[0]), after[1:])
             config_of(ExperimentRegistry.get(after[0]), options), run_options(options)
         words += SMALL[after[0]].split()
+    if program == "loopscope" and words[0] == "watch":  # replaces the process; tests/framework/observing runs it
+        return int(not watch_parser().parse_args(words[1:]).command)
     if program == "loopscope":
         return status_of(lambda: main(words))
     if program == "python" and words[:2] == ["-m", "pytest"]:

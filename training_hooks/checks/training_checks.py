@@ -212,8 +212,8 @@ class TrainingChecks(TrainingHook):
             which most rows end, if it hardly occurs elsewhere; of targets with two dimensions, and of tokens without
             separate targets, if the cross-entropy counts all targets alike | [0, 1]
             | Above 0: padding counts as a target. Replace it by −100.
-        repeated_row_fraction | share of the batch's rows that an earlier step of the epoch had, in a loop of steps one of
-            the first pass over the data | [0, 1]
+        repeated_row_fraction | share of the batch's rows that an earlier step of the epoch had, in a loop of steps one
+            of the first pass over the data | [0, 1]
             | Above 0: the loader draws with replacement, or the epoch has the data twice. Missing rows: only those of
             the first 200 steps and of checked steps are known.
         duplicate_row_fraction | share of the batch's rows that repeat another row of it | [0, 1]

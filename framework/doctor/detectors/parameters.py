@@ -191,8 +191,8 @@ class DecayedVectors(Detector):
             yield self.finding(
                 "info",
                 0,
-                f"Weight decay also acts on {counted(count, 'parameter')} with one dimension, such as biases and gains of "
-                f"norms ({names}).",
+                f"Weight decay also acts on {counted(count, 'parameter')} with one dimension, such as biases and gains "
+                f"of norms ({names}).",
                 "Put parameters with one dimension into a group with weight_decay=0 if your recipe excludes them.",
                 Evidence("facts/decayed_vectors", count),
                 confidence=0.99,

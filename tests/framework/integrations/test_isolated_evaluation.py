@@ -171,7 +171,7 @@ def test_trainers_report_drawing_evaluations_once(tmp_path: Path, notices_of: An
 
 
 def test_switch_must_be_true_or_false(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="isolate_evaluation is 'no'; it must be True or False"):
+    with pytest.raises(UsageError, match="isolate_evaluation is 'no'; it must be true or false"):
         train(None, tmp_path, isolate_evaluation="no")
 
 

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 GROUPS = ["health", "observers"]
 
 
-@pytest.mark.guarantee("unedited-loops-keep-their-bytes")
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("name", LOOPS)
 def test_unedited_loops_keep_their_bytes(name: str, group: str, tmp_path: Path) -> None:

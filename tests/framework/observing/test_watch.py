@@ -48,7 +48,7 @@ def summary(folder: Path, name: str = "run_0") -> dict[str, Any]:
     return content
 
 
-@pytest.mark.guarantee("unedited-loops-keep-their-bytes")
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
 def test_watched_script_is_the_script_alone(tmp_path: Path) -> None:
     """Its output, arguments and status are its own, and its record is complete."""
     words = [sys.executable, script(tmp_path, "sys.stdout.flush()"), "--lr", "1e-3"]
