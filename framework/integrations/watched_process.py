@@ -134,7 +134,7 @@ class WatchedProcess:
             self._began(attach(trainer, **self._arguments()))
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the options of attach; further trainings of a named folder have numbered ones beside it."""
+        """Return the options of attach; further trainings of a named folder have numbered ones next to it."""
         out = self._options.get("out")
         if out is None or not self._scopes:
             return dict(self._options)

@@ -24,7 +24,7 @@ from ..state import uncompiled
 
 
 class LoopEvents(Protocol):
-    """What a loop is told; each method returns at once if the loop does not expect the event."""
+    """What a loop receives; each method returns at once if the loop does not expect the event."""
 
     def on_scale(self, scaler: GradScaler, scaled: Any) -> None:
         """A scaler has multiplied a loss."""

@@ -43,7 +43,7 @@ def parts_of(batch: Any) -> list[BatchPart]:
 
     Inputs are the first floating-point tensor with several numbers per row, or else the first such integer tensor, or
     else the first floating-point tensor. Targets are the tensor with a usual name, or else the last integer tensor that
-    is not the inputs; beside integer inputs a number per row, such as a score, is more likely the target than an
+    is not the inputs; with integer inputs a number per row, such as a score, is more likely the target than an
     integer, such as a length, so that there none is known.
     """
     batches = batch if isinstance(batch, MicroBatches) else [batch]

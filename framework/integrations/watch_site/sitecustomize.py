@@ -32,7 +32,7 @@ _REPORTS = {
 _SEEDING = {"random": ("seed",), "numpy.random": ("seed", "default_rng"), "torch.random": ("manual_seed",)}
 """The functions that seed generators, by module."""
 _SHIFT = int(os.environ.get("LOOPSCOPE_WATCH_SEED", 0))
-_GIVEN_UP = []
+_GIVEN_UP: list[bool] = []
 
 
 def _watched() -> Any:
@@ -137,7 +137,7 @@ class _Finder:
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
-            spec = finder.find_spec(name, path, target)
+            spec: Any = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
                 spec.loader = _Loader(spec.loader)
                 return spec
@@ -162,9 +162,10 @@ def _shifted(function: Any, shift: int) -> Any:
 
 def _shift_generators(torch: Any, shift: int) -> None:
     """Replace the class of torch's generators by a subclass whose ``manual_seed`` adds a number."""
-    base = torch.Generator
+    base: Any = torch.Generator
+    kind: Any = type(base)
 
-    class OfAny(type(base)):
+    class OfAny(kind):
         def __instancecheck__(cls, item: Any) -> bool:
             return isinstance(item, base)
 

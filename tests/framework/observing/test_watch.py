@@ -1,4 +1,4 @@
-"""``loopscope watch``: commands run unchanged, with a record beside them."""
+"""``loopscope watch``: commands run unchanged, with a record next to their output."""
 
 import json
 import os

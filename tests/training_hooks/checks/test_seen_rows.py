@@ -86,7 +86,7 @@ def test_later_passes_of_step_loops_do_not_count():
     assert passes([0, 1, 2, 3], [0, 1, 4, 5], [0, 4, 6, 7]) == [0, 0.5, 0.5]
 
 
-def test_lengths_beside_tokens_are_no_rows():
+def test_lengths_of_tokens_are_no_rows():
     """The inputs of ``(tokens, lengths, scores)`` are the tokens, and no target is known."""
     tokens = torch.randint(9, (5, 4))
     (part,) = parts_of((tokens, torch.full((5,), 3), torch.rand(5)))
