@@ -1,7 +1,7 @@
 """Translation of a custom loop into steps and epochs: what happens in it is observed, and its calls add to that.
 
 A step begins at the first pass of the model with gradients, or at the batch that the loop reports. Its gradients are
-complete when they are first used, or when the loop says so; it ends after the optimizer's update.
+complete when they are first used, or when the loop reports it; it ends after the optimizer's update.
 """
 
 import sys
@@ -184,7 +184,7 @@ class CustomLoop(Transient):
         self._is_bare = self._has_deferred_work = self._has_batches = False
         self._bare_points = BARE_POINTS
         self._used: set[str] = set()
-        """The calls that the loop has used, and the sentences that it was told."""
+        """The calls that the loop has used, and the sentences that were shown."""
         self._is_in_backward = False
         self._gradients: tuple[list[Any], list[Any]] | None = None  # before the backward pass in progress
         self._probe: tuple[Any, Tensor, int] | None = None

@@ -108,7 +108,7 @@ class WatchedProcess:
         return found
 
     def _attach(self, module: nn.Module, optimizers: list[Optimizer]) -> Scope | None:
-        """Return the scope of a training; if attaching fails, say so, and let the training continue."""
+        """Return the scope of a training; if attaching fails, report it, and let the training continue."""
         if not self._waiting:
             self._stop_waiting()
         own = {id(parameter) for parameter in module.parameters()}

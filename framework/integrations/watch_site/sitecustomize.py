@@ -166,7 +166,7 @@ def _shift_generators(torch: Any, shift: int) -> None:
     kind: Any = type(base)
 
     class OfAny(kind):
-        def __instancecheck__(cls, item: Any) -> bool:
+        def __instancecheck__(self, item: Any) -> bool:
             return isinstance(item, base)
 
     class Generator(base, metaclass=OfAny):
