@@ -1,7 +1,7 @@
 """The laboratory: changes of a training that branches try, the statistics of their effects, and the verdicts."""
 
 from .changes import CHANGES, UNCHANGED, TrialChange
-from .effects import LARGEST_RISE, Effect, effect_of
+from .effects import LARGEST_RISE, Effect, effect_of, rises_by_chance
 from .explained_step import FIELDS, Explanation
 from .verdict import ChangeTest
 
@@ -15,4 +15,5 @@ __all__ = [
     "Explanation",
     "TrialChange",
     "effect_of",
+    "rises_by_chance",
 ]

@@ -139,8 +139,8 @@ def effect_of(
     t is the 95 % quantile of Student's t with B − 1 degrees of freedom, s the standard deviation.
 
     Branches about an event share its batch, whose ordinary luck is not in s(r). Their rise must also exceed what
-    ordinary batches o₁ … o_n give by chance: all o, and mean(o) + t·s(o)·√(1 + 1/n) with the 99 % quantile of
-    n − 1 degrees of freedom.
+    ordinary batches o₁ … o_n give by chance (:func:`rises_by_chance`): all o, and mean(o) + t·s(o)·√(1 + 1/n) with the
+    99 % quantile of n − 1 degrees of freedom.
 
     Args:
         unchanged: the rises of the loss in unchanged branches, at least two.
@@ -172,6 +172,24 @@ def null_effects(unchanged: Sequence[float]) -> Numbers:
     rises = np.array(unchanged, dtype=np.float64)
     # mean of the others − r_j = (Σr − r_j)/(B − 1) − r_j = (mean(r) − r_j)·B/(B − 1)
     return np.asarray((rises.mean() - rises) * len(rises) / (len(rises) - 1))
+
+
+def rises_by_chance(lucks: Sequence[Sequence[float]], rises: Sequence[float]) -> list[float]:
+    """Return the rises that ordinary batches give by chance in the place of an event, one for each batch.
+
+    The batch of an event is one draw, which all branches share: its loss before the branches differs from the level by
+    luck, and the steps with it change the loss by luck. The mean change is not luck: if every step rises, the event may
+    be one of many. If all branches rise by more than the luck of losses, something other than the batches raises the
+    loss, and the spread of the rises measures that: only the luck of losses is chance.
+
+    Args:
+        lucks: for each ordinary branch, the contributions of its batches' losses before the branches to a rise.
+        rises: the rise of each ordinary branch over its measured steps.
+    """
+    chances, changes = np.array(lucks, dtype=np.float64), np.array(rises, dtype=np.float64)
+    if not exceeds_few(float(changes.min()), chances.ravel()):
+        chances += (changes - changes.mean())[:, None]
+    return chances.ravel().tolist()
 
 
 def _half_width(values: Numbers) -> float:

@@ -11,7 +11,7 @@ from loopscope import DebugInterventionHook, HookPoint, HookRegistry, RunDataCon
 from loopscope.data import Batch, part_of, rows
 from loopscope.errors import LoopscopeError, UnsuitableError, require, unknown
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.laboratory import CHANGES, LARGEST_RISE, UNCHANGED, TrialChange
+from loopscope.laboratory import CHANGES, LARGEST_RISE, UNCHANGED, TrialChange, rises_by_chance
 from loopscope.tensors import copied, norm, overwrite, trainable
 from loopscope.training import eagerly
 from torch import Tensor
@@ -75,7 +75,8 @@ class HypothesisTest(DebugInterventionHook):
             | Not finite: the state is damaged already.
         scale | mean size of these L | (0, ∞) | The unit of small effects.
         ordinary | with an event, for each of the branches × steps batches of ordinary branches: (L − level at the
-            state before them)/(measured steps) + the rise of its branch from there − its mean over these branches
+            state before them)/(measured steps) + the rise of its branch from there − its mean over these branches;
+            the first term alone if every ordinary branch rises by more than those
             | (−∞, ∞) | Rises below the largest of these are chance.
         rows | positions of the rows of the event's batch that `without_rows` leaves out | a list
             | Empty: no row stands out, and another batch took its place.
@@ -243,12 +244,7 @@ class Trials:
         return min(rise, highest) if math.isfinite(rise) else highest
 
     def ordinary_rises(self) -> list[float]:
-        """Return the rises that ordinary batches give by chance in the place of the event, one for each batch.
-
-        The batch of an event is one draw, which all branches share: its loss before the branches differs from the
-        level by luck, and the steps with it change the loss by luck. The mean change is not luck: if every step rises,
-        the event may be one of many.
-        """
+        """Return the rises that ordinary batches give by chance in the place of the event, one for each batch."""
         orders = self._batches.ordinary
         if not orders:
             return []
@@ -257,13 +253,9 @@ class Trials:
             [self._limited(loss - start) for loss, start in zip(*pair, strict=True)][self._event : -1]
             for pair in zip(self._losses_of_all(UNCHANGED, orders), starts, strict=True)
         ]
-        means = [sum(values) / len(values) for values in rises]
-        middle, measured = sum(means) / len(means), len(rises[0])
-        return [
-            self._limited(start - self.level) / measured + mean - middle
-            for mean, losses in zip(means, starts, strict=True)
-            for start in losses[:-1]
-        ]
+        measured = len(rises[0])
+        lucks = [[self._limited(start - self.level) / measured for start in losses[:-1]] for losses in starts]
+        return rises_by_chance(lucks, [sum(values) / measured for values in rises])
 
     def _losses_of_all(
         self, change: TrialChange, orders: Sequence[Sequence[Batch]] = (), *, frozen: bool = False

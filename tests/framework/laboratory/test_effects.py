@@ -7,7 +7,7 @@ import pytest
 from loopscope.doctor import Diagnosis, Finding, History
 from loopscope.laboratory import CHANGES, ChangeTest, effect_of
 from loopscope.laboratory.changes import changes_for
-from loopscope.laboratory.effects import null_effects
+from loopscope.laboratory.effects import null_effects, rises_by_chance
 from loopscope.laboratory.questions import diagnosis_with_tests, trial_plans
 from loopscope.laboratory.questions.trial_plan import with_tests
 from loopscope.laboratory.verdict import change_tests
@@ -121,7 +121,8 @@ def confirmed_events(count: int, luck: Luck, excess: float = 0.0) -> float:
     generator, confirmed = np.random.default_rng(0), 0
     for _ in range(count):
         unchanged = (luck(generator, 1) + excess + generator.normal(0, 0.6, 4)) / 3
-        changed, ordinary = generator.normal(0, 0.6, 4) / 3, (luck(generator, 20) + generator.normal(0, 0.3, 20)) / 3
+        changed = generator.normal(0, 0.6, 4) / 3
+        ordinary = rises_by_chance(luck(generator, 20).reshape(4, 5) / 3, generator.normal(0, 0.3, 4) / 3)
         effects = {"without_rows": effect_of(unchanged, changed, 5.0, ordinary)}
         confirmed += verdicts(change_tests([CHANGES["without_rows"]], effects, 4, of_event=True)) == [True]
     return confirmed / count
@@ -192,6 +193,13 @@ def test_learning_rates_on_noise_confirm_nothing(name, momentum, learning_rate):
     """On targets that are noise, a change of the learning rate is confirmed in at most 5 % of the trainings."""
     trainings = [NoisyDescent(learning_rate, momentum, 0.0, seed) for seed in range(300)]
     assert np.mean([item.confirms(name) is True for item in trainings]) <= 0.05
+
+
+def test_spread_of_a_common_rise_is_not_chance():
+    """Ordinary rises add to the luck of losses, unless all exceed it, as those of a damaged optimizer state do."""
+    lucks = [[-0.1, 0.0, 0.1], [-0.1, 0.1, 0.0]]
+    assert rises_by_chance(lucks, [0.1, 0.5]) == pytest.approx([-0.3, -0.2, -0.1, 0.1, 0.3, 0.2])
+    assert rises_by_chance(lucks, [0.5, 7.5]) == pytest.approx([*lucks[0], *lucks[1]])
 
 
 @pytest.mark.parametrize(("learning_rate", "share"), [(1e-5, 0.9), (1e-4, 0.9), (0.02, 0.0)])
