@@ -42,6 +42,7 @@ class PlantedConfig(ExperimentConfig):
         plant: the event at ``plant_step``.
         plant_step: step of the event, counted from 1.
         dropout: dropout probability.
+        layer_norm: whether a layer limits the size of hidden values, and so the loss of a corrupted row.
     """
 
     steps: int = 300
@@ -49,6 +50,7 @@ class PlantedConfig(ExperimentConfig):
     plant: Plant = "none"
     plant_step: int = 200
     dropout: float = 0.0
+    layer_norm: bool = True
     eval_every: int = 100
     snapshot_every: int = 50
 
@@ -141,7 +143,7 @@ class Planted(ExperimentRunner[PlantedConfig]):
             nn.ReLU(),
             Overflowing(self.config),
             nn.Linear(HIDDEN, HIDDEN),
-            nn.LayerNorm(HIDDEN),
+            nn.LayerNorm(HIDDEN) if self.config.layer_norm else nn.Identity(),
             nn.ReLU(),
             nn.Dropout(self.config.dropout),
             nn.Linear(HIDDEN, CLASSES),
