@@ -25,6 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="number of cases that train at the same time")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the records in this folder")
     parser.add_argument("--records", type=Path, metavar="FOLDER", help="diagnose the records in this folder again")
+    parser.add_argument("--unedited", action="store_true", help="let custom loops make no call of their scope")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
     parser.add_argument("--write", action="store_true", help="write the table of all cases to docs/data/zoo.txt")
     chosen = parser.parse_args(arguments)
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     started, outcomes = time.monotonic(), []
     write(HEAD)
-    for outcome in outcomes_of(cases, chosen.jobs, chosen.keep, chosen.records):
+    for outcome in outcomes_of(cases, chosen.jobs, chosen.keep, chosen.records, unedited=chosen.unedited):
         outcomes.append(outcome)
         write(line(outcome))
     write(
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def outcomes_of(
-    cases: Sequence[Case], jobs: int, keep: Path | None = None, records: Path | None = None
+    cases: Sequence[Case], jobs: int, keep: Path | None = None, records: Path | None = None, *, unedited: bool = False
 ) -> Iterator[Outcome]:
     """Train cases in processes, or read their records, and yield their outcomes in order."""
     names = [case.name for case in cases]
@@ -58,7 +59,7 @@ def outcomes_of(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        yield from pool.map(partial(outcome_of, keep=keep), names)
+        yield from pool.map(partial(outcome_of, keep=keep, unedited=unedited), names)
 
 
 def write(text: str) -> None:

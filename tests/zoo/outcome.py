@@ -63,23 +63,24 @@ class Outcome:
         return None if self.first_step is None else max(0, self.first_step - self.case.knowable)
 
 
-def train(case: Case, folder: Path, most_batches: int | None = None) -> Recorder:
+def train(case: Case, folder: Path, most_batches: int | None = None, *, unedited: bool = False) -> Recorder:
     """Train a case with its hooks in a folder, from fixed seeds and default settings."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-    recorder = Recorder(folder, case.group, most_batches)
+    recorder = Recorder(folder, case.group, most_batches, unedited=unedited)
     case.build(recorder)
     return recorder
 
 
-def outcome_of(name: str, keep: Path | None = None) -> Outcome:
+def outcome_of(name: str, keep: Path | None = None, *, unedited: bool = False) -> Outcome:
     """Train a case and return its outcome; an exception becomes an outcome with its text.
 
     Args:
         name: the name of the case.
         keep: a folder for the records, which is kept; by default a temporary one.
+        unedited: let custom loops make no call of their scope.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")
     import_module("tests.zoo.table")
@@ -90,7 +91,7 @@ def outcome_of(name: str, keep: Path | None = None) -> Outcome:
             folder = Path(temporary) if keep is None else keep / name
             if keep is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-            recorder = train(case, folder)
+            recorder = train(case, folder, unedited=unedited)
             check_same_findings(recorder)
             outcome = judged(case, recorder, time.process_time() - started)
         check_healthy_loss(outcome)

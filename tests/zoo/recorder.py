@@ -5,10 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import loopscope
+import torch
 from loopscope.doctor import Diagnosis, History, diagnose
 from loopscope.experiments import ModArithmeticRunner
 from loopscope.runs import RunOptions, Session, read_history
 from loopscope.sinks import JSONLSink
+from torch import Tensor, nn
+
+HINTS = ("accumulate", "scaler", "scheduler", "loop")
+"""Options of attach that an unedited loop does not need."""
 
 
 class ShortScope:
@@ -43,6 +48,59 @@ class ShortScope:
                     return
 
 
+class UneditedScope:
+    """The calls of a scope as the lines that they stand for in a loop without loopscope; the scope sees its events.
+
+    Args:
+        scope: the scope.
+        model: the trained model, which evaluations put into eval mode.
+        scaler: the scaler of the loop, if any.
+    """
+
+    def __init__(self, scope: Any, model: Any, scaler: Any) -> None:
+        self.scope, self.model, self.scaler = scope, model, scaler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scope, name)
+
+    def __enter__(self) -> "UneditedScope":
+        self.scope.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.scope.__exit__(*error)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Return the batches of the loader."""
+        return iter(loader)
+
+    def backward(self, loss: Tensor, *, last: bool = False, **options: Any) -> None:
+        """Run the backward pass."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward(**options)
+
+    def gradients_ready(self, loss: Any = None) -> None:
+        """Do nothing."""
+
+    def closure(self, function: Any) -> Any:
+        """Return the closure."""
+        return function
+
+    def evaluate(self, function: Any, *inputs: Any, **options: Any) -> Any:
+        """Evaluate as a script does, and log the numbers."""
+        mode = self.model.training
+        self.model.eval()
+        with torch.no_grad():
+            result = function(*inputs, **options)
+        self.model.train(mode)
+        if isinstance(result, dict):
+            self.scope.log(result)
+        return result
+
+    def epoch_end(self, **numbers: Any) -> None:
+        """Log the numbers."""
+        self.scope.log(numbers)
+
+
 class Recorder:
     """Attaches hooks to the trainings of one case, with a folder for each.
 
@@ -50,9 +108,13 @@ class Recorder:
         folder: the folder of the case.
         group: the group of hooks.
         most_batches: the number of batches after which custom loops end; by default they get all.
+        unedited: let custom loops make no call of their scope.
     """
 
-    def __init__(self, folder: Path, group: str = "health", most_batches: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, group: str = "health", most_batches: int | None = None, *, unedited: bool = False
+    ) -> None:
+        self.unedited = unedited
         self.folder = folder
         self.group = group
         self.most_batches = most_batches
@@ -64,8 +126,13 @@ class Recorder:
         out = self.folder / f"run-{len(self.runs)}"
         self.runs.append(out)
         options = {"with_hooks": self.group, "display": "none", "out": out} | options
+        scaler = options.get("scaler")
+        if is_unedited := self.unedited and isinstance(target[0], nn.Module):
+            options = {name: value for name, value in options.items() if name not in HINTS}
         scope = loopscope.attach(*target, **options)
         self._scopes.append(scope)
+        if is_unedited:
+            return UneditedScope(scope, target[0], scaler)
         return scope if self.most_batches is None else ShortScope(scope, self.most_batches)
 
     def run_experiment(self, strategy: str, runner: type[Any] = ModArithmeticRunner, **config: Any) -> None:
