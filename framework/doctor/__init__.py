@@ -8,6 +8,7 @@ from .findings import SCHEMA, Evidence, Finding, ranked
 from .history import Curve, History
 from .live import CRITICAL, FindingNotice, LiveDiagnosis, diagnosis_with
 from .recent_losses import RecentLosses
+from .rules import Rule
 from .start_up_facts import start_facts
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "History",
     "LiveDiagnosis",
     "RecentLosses",
+    "Rule",
     "Severity",
     "Threshold",
     "all_detectors",

@@ -112,14 +112,14 @@ def run(folder: Path, runner: type[Small], hook: str, **options: Any) -> Path:
 def test_raising_hook_ends_run_with_checkpoint(runner, point, tmp_path: Path) -> None:
     """The summary is failed with the error, and the checkpoint excludes the state of that hook."""
     hook = at(Culprit, point)
-    with registered(hook), pytest.raises(HookError, match=rf"'at_culprit' raised at {point.name} of step \d: ZeroDiv"):
+    with registered(hook), pytest.raises(HookError, match=rf"'at_caller' raised at {point.name} of step \d: ZeroDiv"):
         run(tmp_path, runner, hook.name)
     folder = tmp_path / runner.name / "plain"
     summary = read_json(folder / "summary.json")
     assert summary["status"] == "failed"
-    assert summary["error"].startswith("HookError: Hook 'at_culprit' raised at")
+    assert summary["error"].startswith("HookError: Hook 'at_caller' raised at")
     (error,) = summary["hook_errors"]
-    assert (error["hook"], error["point"]) == ("at_culprit", point.name)
+    assert (error["hook"], error["point"]) == ("at_caller", point.name)
     assert error["step"] + (point is HookPoint.PRE_EPOCH) == summary["steps"]  # the step is finished first
     _, state = build_run(runner(SmallConfig()), "plain")
     hooks = load_checkpoint(folder / f"checkpoints/step_{summary['steps']:09d}", state)
@@ -271,7 +271,7 @@ def test_unsavable_hook_state_is_excluded(tmp_path: Path) -> None:
         return {}
 
     hook = at(Culprit, HookPoint.PRE_EPOCH, state_dict=state_dict)
-    with registered(hook), pytest.raises(HookError, match="'at_culprit' raised at state_dict of step 3"):
+    with registered(hook), pytest.raises(HookError, match="'at_caller' raised at state_dict of step 3"):
         run(tmp_path, Small, hook.name, save_checkpoints=1)
     _, state = build_run(Small(SmallConfig()), "plain")
     path = tmp_path / "small/plain/checkpoints/step_000000003"
