@@ -1,16 +1,52 @@
 """Training steps with one change of :data:`loopscope.laboratory.CHANGES`, in branches that are rolled back."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from loopscope import DebugInterventionHook, HookPoint, RunDataContext, StepSchedule
 from loopscope.data import Batch
-from loopscope.hooks import ModelDataContext
+from loopscope.errors import UnsuitableError, require
+from loopscope.hooks import ModelDataContext, RunInfo
 from loopscope.laboratory import TrialChange
 from torch import Tensor, nn
 
 from .wider_precision import Widened, widen_layer
+
+
+class BranchesHook(DebugInterventionHook):
+    """A hook that trains branches from the state before one step."""
+
+    hook_points = frozenset({HookPoint.PRE_STEP})
+    needs_loss = True
+    needs_loader = True
+    needs_next_batch = True
+    measured_steps: ClassVar[int] = 1
+    """The number of steps, from the first one, that the hook is called for."""
+    step: int
+    """The first step, counted from 1."""
+    usual_norm: float
+    """The norm at which to clip."""
+
+    def __post_init__(self) -> None:
+        require(self.step >= 1, f"{self.name}.step is {self.step}; steps are counted from 1.")
+        require(self.usual_norm >= 0, f"{self.name}.usual_norm is {self.usual_norm}; it must be at least 0.")
+        self.step_schedule = StepSchedule(
+            mode="burst", every_n_steps=2**62, burst_length=self.measured_steps, warmup=self.step - 1
+        )
+
+    def start(self, run: RunInfo) -> None:
+        """Reject several processes."""
+        if run.ranks.are_many:
+            raise UnsuitableError(f"Hook {self.name!r} measures row by row, so it needs a run of one process.")
+
+
+def possible_changes(changes: Iterable[TrialChange], run_ctx: RunDataContext) -> list[TrialChange]:
+    """Return the changes without those of learning rates that are not numbers."""
+    has_rates = not any(math.isnan(group.lr) for group in run_ctx.optimizer_groups)
+    return [change for change in changes if has_rates or change.rate_factor == 1]
 
 
 class ChangedSteps:

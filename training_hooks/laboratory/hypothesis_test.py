@@ -3,22 +3,24 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from statistics import median
+from typing import Any
 
 import torch
-from loopscope import DebugInterventionHook, HookPoint, HookRegistry, RunDataContext, StepSchedule
+from loopscope import HookPoint, HookRegistry, RunDataContext
 from loopscope.data import Batch, part_of, rows
-from loopscope.errors import LoopscopeError, UnsuitableError, require, unknown
-from loopscope.hooks import Metrics, ModelDataContext, RunInfo
+from loopscope.errors import LoopscopeError, require, unknown
+from loopscope.hooks import Metrics, ModelDataContext
 from loopscope.laboratory import CHANGES, LARGEST_RISE, UNCHANGED, TrialChange, rises_by_chance
 from loopscope.tensors import copied, norm, overwrite, trainable
 from loopscope.training import eagerly
 from torch import Tensor
 
 from ..curvature import coming_batches, parts_in
-from .changed_steps import ChangedSteps
-from .rows import exclude_shared_rows, measure_rows, outliers, repeated
+from .changed_steps import BranchesHook, ChangedSteps, possible_changes
+from .rows import exclude_shared_rows, measure_rows, outlier_rows, without_rows
 
 FIXED_BATCHES = 4
 """Number of batches whose loss is measured at the end of every branch."""
@@ -31,7 +33,7 @@ FEWEST_ROWS = 8
 
 @HookRegistry.register
 @dataclass(kw_only=True, eq=False)
-class HypothesisTest(DebugInterventionHook):
+class HypothesisTest(BranchesHook):
     """Train branches from the state before one step, unchanged and with one change each, and measure their losses.
 
     ``loopscope doctor --test`` and ``scope.diagnose(test=True)`` use it. Every branch trains ``steps`` steps and is
@@ -62,10 +64,6 @@ class HypothesisTest(DebugInterventionHook):
     """
 
     name = "hypothesis_test"
-    hook_points = frozenset({HookPoint.PRE_STEP})
-    needs_loss = True
-    needs_loader = True
-    needs_next_batch = True
     metrics = f"""
         rise | mean of L − L of the branch with restored parameters, over steps 2, 3, … and the mean L of
             {FIXED_BATCHES} further batches after the branch; with an event over its step (there: L − level) and those
@@ -100,41 +98,32 @@ class HypothesisTest(DebugInterventionHook):
             f"hypothesis_test.branches is {self.branches}; an error needs at least {FEWEST_BRANCHES}.",
         )
         require(self.steps >= 2, f"hypothesis_test.steps is {self.steps}; it must be at least 2.")
-        require(self.step >= 1, f"hypothesis_test.step is {self.step}; steps are counted from 1.")
         require(
             0 <= self.event < self.steps,
             f"hypothesis_test.event is {self.event}; it must be at least 0, and below steps ({self.steps}).",
         )
         needs_event = any(item.replaces_rows for item in self._changes)
         require(self.event > 0 or not needs_event, "The change without_rows needs hypothesis_test.event.")
-        require(self.usual_norm >= 0, f"hypothesis_test.usual_norm is {self.usual_norm}; it must be at least 0.")
-        self.step_schedule = StepSchedule(mode="burst", every_n_steps=2**62, burst_length=1, warmup=self.step - 1)
-
-    def start(self, run: RunInfo) -> None:
-        """Reject several processes."""
-        if run.ranks.are_many:
-            raise UnsuitableError("Hook 'hypothesis_test' needs a run of one process.")
+        super().__post_init__()
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Run all branches from the current state."""
         with eagerly():
             batches = planned_batches(run_ctx, model_ctx, self.branches, self.steps, self.event)
             trials = Trials(model_ctx, batches, self.event - 1, self.usual_norm)
-            has_rates = not any(math.isnan(group.lr) for group in run_ctx.optimizer_groups)
-            possible = [item for item in self._changes if has_rates or item.rate_factor == 1]
-            return self._measure(trials, possible)
-
-    def _measure(self, trials: "Trials", changes: Sequence[TrialChange]) -> Metrics:
-        if not math.isfinite(trials.level):
-            return {"level": trials.level, "scale": trials.scale, "rise": {}, "rows": [], "ordinary": []}
-        rises = {UNCHANGED.name: trials.rises(UNCHANGED)}
-        for change in changes:
-            is_idle = change.precision is not None and not trials.has_low_precision
-            # Without numbers of 16 bits, float32 changes nothing.
-            rises[change.name] = rises[UNCHANGED.name] if is_idle else trials.rises(change)
-        ordinary = trials.ordinary_rises()
-        values = {"level": trials.level, "scale": trials.scale, "rows": trials.left_out_rows}
-        return {**values, "rise": rises, "ordinary": ordinary}
+            metrics: dict[str, Any] = {
+                "level": trials.level,
+                "scale": trials.scale,
+                "rise": {},
+                "rows": [],
+                "ordinary": [],
+            }
+            if math.isfinite(trials.level):
+                changes = possible_changes(self._changes, run_ctx)
+                metrics["rise"] = trials.rises_by_change(changes)
+                metrics["rows"] = trials.left_out_rows if any(item.replaces_rows for item in changes) else []
+                metrics["ordinary"] = trials.ordinary_rises()
+            return metrics
 
 
 @dataclass(frozen=True)
@@ -203,108 +192,99 @@ class Trials:
 
     def __init__(self, model_ctx: ModelDataContext, batches: TrialBatches, event: int, usual_norm: float) -> None:
         """Measure the losses at the state before the branches; ``event`` is the index of the event's step, or −1."""
-        self.model_ctx, self._batches, self._event = model_ctx, batches, event
-        self._usual_norm = usual_norm
-        self.left_out_rows: list[int] = []
-        self._replacement: list[Batch] = []
+        self.model_ctx, self._batches, self._event, self._usual_norm = model_ctx, batches, event, usual_norm
         # Losses at the same state, with the batches and the random numbers of each order: shape (orders, steps + 1).
-        self._references = self._losses_of_all(UNCHANGED, frozen=True)
-        usual = [loss for losses in self._references for index, loss in enumerate(losses) if index != event]
-        self.level = sum(usual) / len(usual)
-        self.scale = sum(map(abs, usual)) / len(usual) or 1.0
+        self._references = self._losses(UNCHANGED, batches.orders, frozen=True)
+        usual = self._references[:, torch.arange(self._references.shape[1]) != event]
+        self.level = float(usual.mean())
+        self.scale = float(usual.abs().mean()) or 1.0
+
+    def rises_by_change(self, changes: Sequence[TrialChange]) -> dict[str, list[float]]:
+        """Return the mean rises of the loss in the branches of each change, and in those without one."""
+        unchanged = self._rises(UNCHANGED)
+        rises = {UNCHANGED.name: unchanged}
+        for change in changes:
+            # Without numbers of 16 bits, float32 changes nothing.
+            is_idle = change.precision is not None and not self._has_low_precision
+            rises[change.name] = unchanged if is_idle else self._rises(change)
+        return rises
 
     @property
-    def has_low_precision(self) -> bool:
+    def _has_low_precision(self) -> bool:
         """Whether a forward pass computes in float16 or bfloat16."""
         steps = ChangedSteps(self.model_ctx, CHANGES["float32"])
         steps.loss(self._batches.fixed[0][0])
         return steps.converted_count > 0
 
-    def rises(self, change: TrialChange) -> list[float]:
-        """Return the mean rise of the loss in each branch with a change.
-
-        It is the mean over the steps and the end, without the first step, whose loss precedes every update. With an
-        event it is the mean over its step and the following ones: otherwise the fall of a healthy loss would hide it.
-        """
-        return [self._rise(place, losses, change) for place, losses in enumerate(self._losses_of_all(change))]
-
-    def _rise(self, place: int, losses: Sequence[float], change: TrialChange) -> float:
-        references = list(self._references[place])
+    def _rises(self, change: TrialChange) -> list[float]:
+        orders, references = [[*order] for order in self._batches.orders], self._references.clone()
         if self._event >= 0:
-            is_replaced = change.replaces_rows and not self.left_out_rows
-            # A batch that takes the place of the event counts from its loss before the branch.
-            batch = self._batches.spare[place] if is_replaced else None
-            references[self._event] = self.level if batch is None else float(self.model_ctx.compute_batch_loss(batch))
-        rises = [self._limited(loss - reference) for loss, reference in zip(losses, references, strict=True)]
-        rises = rises[self._event : -1] if self._event >= 0 else rises[1:]
-        return sum(rises) / len(rises)
+            references[:, self._event] = self.level
+        if change.replaces_rows:
+            replacements = self._without_rows
+            for place, order in enumerate(orders):
+                order[self._event] = replacements[place % len(replacements)]
+                # A batch that takes the place of the event counts from its loss before the branch.
+                if not self.left_out_rows:
+                    references[place, self._event] = self.model_ctx.compute_batch_loss(order[self._event])
+        return self._measured(self._losses(change, orders) - references).mean(1).tolist()
 
-    def _limited(self, rise: float) -> float:
+    def _measured(self, rises: Tensor) -> Tensor:
+        """Return the rises, shape (branches, steps + 1), of the steps that count, limited.
+
+        These are all but the first step, whose loss precedes every update, and the end. With an event they are its step
+        and the following ones: otherwise the fall of a healthy loss would hide it.
+        """
+        return self._limited(rises[:, self._event : -1] if self._event >= 0 else rises[:, 1:])
+
+    def _limited(self, rises: Tensor) -> Tensor:
         highest = LARGEST_RISE * self.scale
-        return min(rise, highest) if math.isfinite(rise) else highest
+        return torch.where(rises.isfinite(), rises, highest).clamp(max=highest)
 
     def ordinary_rises(self) -> list[float]:
         """Return the rises that ordinary batches give by chance in the place of the event, one for each batch."""
-        orders = self._batches.ordinary
-        if not orders:
+        if not (orders := self._batches.ordinary):
             return []
-        starts = self._losses_of_all(UNCHANGED, orders, frozen=True)
-        rises = [
-            [self._limited(loss - start) for loss, start in zip(*pair, strict=True)][self._event : -1]
-            for pair in zip(self._losses_of_all(UNCHANGED, orders), starts, strict=True)
-        ]
-        measured = len(rises[0])
-        lucks = [[self._limited(start - self.level) / measured for start in losses[:-1]] for losses in starts]
-        return rises_by_chance(lucks, [sum(values) / measured for values in rises])
+        starts = self._losses(UNCHANGED, orders, frozen=True)
+        rises = self._measured(self._losses(UNCHANGED, orders) - starts)
+        lucks = self._limited(starts[:, :-1] - self.level) / rises.shape[1]
+        return rises_by_chance(lucks.tolist(), rises.mean(1).tolist())
 
-    def _losses_of_all(
-        self, change: TrialChange, orders: Sequence[Sequence[Batch]] = (), *, frozen: bool = False
-    ) -> list[list[float]]:
-        """Return the losses of all branches with a change, after one transfer to the host."""
-        if change.clips:
-            self._usual_norm = self._usual_norm or self._measured_norm()
-        losses = [
-            self._losses(place, batches, change, frozen=frozen)
-            for place, batches in enumerate(orders or self._batches.orders)
-        ]
-        return torch.stack(losses).tolist()  # type: ignore[no-any-return]
+    def _losses(self, change: TrialChange, orders: Sequence[Sequence[Batch]], *, frozen: bool = False) -> Tensor:
+        """Return the loss of each step before its update, and the mean of the fixed batches at the end of the branch.
 
-    def _losses(self, place: int, order: Sequence[Batch], change: TrialChange, *, frozen: bool = False) -> Tensor:
-        """Return the loss of each step of a branch, before its update, and the mean of the fixed batches at its end.
-
-        In a ``frozen`` branch the parameters are restored after every step.
+        The shape is (branches, steps + 1), float64 on the CPU. In ``frozen`` branches the parameters are restored after
+        every step.
         """
-        batches, steps = list(order), ChangedSteps(self.model_ctx, change, usual_norm=self._usual_norm)
-        if change.replaces_rows:
-            batches[self._event] = self._without_rows(place)
-        with steps.branch(draws=place):  # other dropout masks in every order
-            parameters = trainable(self.model_ctx.model)
-            start = copied(parameters) if frozen else {}
-            losses = []
-            for batch in batches:
-                losses.append(steps.take(batch))
-                overwrite(parameters, start)
-            last = [steps.loss(batch) for batch in self._batches.fixed[place]]
-        return torch.stack([*losses, torch.stack(last).mean()])
+        if change.clips and not self._usual_norm:
+            gradients = map(self.model_ctx.compute_batch_gradients, self._batches.fixed[0])
+            self._usual_norm = median(float(norm(item)) for item in gradients)
+        steps = ChangedSteps(self.model_ctx, change, usual_norm=self._usual_norm)
+        branches = []
+        for place, (order, fixed) in enumerate(zip(orders, self._batches.fixed, strict=True)):
+            with steps.branch(draws=place):  # other dropout masks in every order
+                parameters = trainable(self.model_ctx.model)
+                start = copied(parameters) if frozen else {}
+                losses = []
+                for batch in order:
+                    losses.append(steps.take(batch))
+                    overwrite(parameters, start)
+                losses.append(torch.stack([steps.loss(batch) for batch in fixed]).mean())
+            branches.append(torch.stack(losses))
+        return torch.stack(branches).cpu()  # one transfer to the host
 
-    def _measured_norm(self) -> float:
-        """Return the median gradient norm on the fixed batches."""
-        return median(float(norm(self.model_ctx.compute_batch_gradients(batch))) for batch in self._batches.fixed[0])
-
-    def _without_rows(self, place: int) -> Batch:
-        """Return the event's batch without the rows that stand out, or another batch if none does."""
-        if not self._replacement:
-            batch = self._batches.orders[0][self._event]
-            self.left_out_rows = self._rows_standing_out(batch)
-            rest = [row for row in range(rows(batch)) if row not in self.left_out_rows]
-            is_part = 2 * len(rest) >= rows(batch) and self.left_out_rows
-            self.left_out_rows = self.left_out_rows if is_part else []
-            self._replacement = [part_of(batch, rest)] if is_part else list(self._batches.spare)
-        return self._replacement[place % len(self._replacement)]
-
-    def _rows_standing_out(self, batch: Batch) -> list[int]:
+    @cached_property
+    def left_out_rows(self) -> list[int]:
+        """The positions of the event's rows that stand out; none in a large batch, or if they are more than half."""
+        batch, others = self._batches.orders[0][self._event], self._batches.fixed[0]
         if rows(batch) > MOST_MEASURED_ROWS:
             return []
-        others = self._batches.fixed[0]
         usual = torch.cat([measure_rows(self.model_ctx, item) for item in others], dim=1)
-        return sorted({*outliers(measure_rows(self.model_ctx, batch), usual), *repeated(batch, others)})
+        places = outlier_rows(batch, measure_rows(self.model_ctx, batch), others, usual)
+        return places if 2 * len(places) <= rows(batch) else []
+
+    @cached_property
+    def _without_rows(self) -> Sequence[Batch]:
+        """The event's batch without the rows that stand out, or other batches if none does."""
+        batch = self._batches.orders[0][self._event]
+        return [without_rows(batch, self.left_out_rows)] if self.left_out_rows else self._batches.spare

@@ -44,6 +44,16 @@ def repeated(batch: Batch, others: Sequence[Batch]) -> list[int]:
     return [place for place, row in enumerate(contents) if place != firsts[row] and counts[row] > 2 * most]
 
 
+def outlier_rows(batch: Batch, measured: Tensor, others: Sequence[Batch], usual: Tensor) -> list[int]:
+    """Return the positions of outliers and of repeated rows; ``measured`` and ``usual`` as in :func:`outliers`."""
+    return sorted({*outliers(measured, usual), *repeated(batch, others)})
+
+
+def without_rows(batch: Batch, places: Sequence[int]) -> Batch:
+    """Return the batch without the rows at some positions."""
+    return part_of(batch, [place for place in range(rows(batch)) if place not in places])
+
+
 def row_contents(batch: Batch) -> list[bytes]:
     """Return the bytes of each row."""
     if isinstance(batch, MicroBatches):

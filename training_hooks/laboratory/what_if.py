@@ -1,7 +1,7 @@
 """Variants of one training step from the same state, each rolled back, and their losses."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -9,33 +9,28 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from loopscope import DebugInterventionHook, HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule
+from loopscope import HookRegistry, Remembered, RunDataContext
 from loopscope.data import Batch, part_of, rows
-from loopscope.errors import UnsuitableError, require, unknown
+from loopscope.errors import require, unknown
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.laboratory import CHANGES, UNCHANGED
-from loopscope.tensors import norm, overwrite, trainable
+from loopscope.laboratory import CHANGES, UNCHANGED, TrialChange
+from loopscope.tensors import copied, norm, overwrite, trainable
 from loopscope.training import eagerly
 from torch import Tensor
 
 from ..curvature import coming_batches, parts_in
-from .changed_steps import ChangedSteps
-from .rows import copies, exclude_shared_rows, measure_rows, outliers, repeated
+from .changed_steps import BranchesHook, ChangedSteps, possible_changes
+from .rows import copies, exclude_shared_rows, measure_rows, outlier_rows, without_rows
 from .step_history import record_outputs
 
 FOLLOWING_BATCHES = 8
 """Number of following batches on which the effect of a step is measured."""
 MOST_FRESH_ROWS = 512
-"""Number of rows of fresh batches after which no further batch is measured row by row."""
+"""Number of rows of fresh batches that are measured row by row, rounded up to whole batches."""
 SINGLE_CHANGE_RATIO = 8.0
 """A single element has changed if its change is this many times the second largest change."""
 FEWEST_ELEMENTS = 8
 """Number of elements that a parameter needs before a single change can be distinguished from the others."""
-VARIANTS = (
-    *("fresh_state", "float32", "half_rate", "zero_rate", "float64", "without_rows", "clipped", "usual_rate"),
-    "layer_in_float32",
-)
-"""The changes that the step is repeated with, if they are possible."""
 REFUSED_BY = {
     "zero_rate": (ArithmeticError,),  # an optimizer may divide by its learning rate
     "float64": (RuntimeError,),  # a GradScaler, for example, accepts only float32
@@ -45,7 +40,7 @@ REFUSED_BY = {
 
 @HookRegistry.register
 @dataclass(kw_only=True, eq=False)
-class WhatIf(DebugInterventionHook):
+class WhatIf(BranchesHook):
     """Repeat one step of the run from the state before it, each time with one change.
 
     Each branch runs the step, on its own batch or on another one, then ``follow`` of the following steps, and is rolled
@@ -79,10 +74,7 @@ class WhatIf(DebugInterventionHook):
     """
 
     name = "what_if"
-    hook_points = frozenset({HookPoint.PRE_STEP})
-    needs_loss = True
-    needs_loader = True
-    needs_next_batch = True
+    measured_steps = 2
     metrics = """
         loss | the loss of the step in each branch, before its update; a list if the branch has several
             | (−∞, ∞) | Far above those of fresh batches: the batch is the cause.
@@ -103,7 +95,6 @@ class WhatIf(DebugInterventionHook):
             element, its value before and after the step | (−∞, ∞) | A flipped bit has this effect.
     """
     _before = Remembered(dict[str, Tensor])
-    _parts = Remembered(int)
 
     follow: int = 4
     fresh: int = 39
@@ -114,18 +105,14 @@ class WhatIf(DebugInterventionHook):
     watch: str = ""
 
     def __post_init__(self) -> None:
-        require(self.step >= 1, f"what_if.step is {self.step}; steps are counted from 1.")
+        super().__post_init__()
         require(self.follow >= 1, f"what_if.follow is {self.follow}; it must be at least 1.")
         require(self.fresh >= 2, f"what_if.fresh is {self.fresh}; a spread needs at least 2.")
-        require(self.usual_norm >= 0, f"what_if.usual_norm is {self.usual_norm}; it must be at least 0.")
         require(self.usual_rate > 0, f"what_if.usual_rate is {self.usual_rate}; it must be positive.")
-        # A single burst: this step and the next
-        self.step_schedule = StepSchedule(mode="burst", every_n_steps=2**62, burst_length=2, warmup=self.step - 1)
 
     def start(self, run: RunInfo) -> None:
         """Reject several processes, and names that are not in the model."""
-        if run.ranks.are_many:
-            raise UnsuitableError("Hook 'what_if' measures row by row, so it needs a run of one process.")
+        super().start(run)
         layers = dict(run.model.named_modules())
         kind, _, name = self.watch.partition("/")
         names_by_kind = {"output": {"logits", *layers}, "gradient": {*trainable(run.model)}, "copies": {""}}
@@ -139,30 +126,29 @@ class WhatIf(DebugInterventionHook):
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Run the branches before the step; measure its effect before the next one."""
         with eagerly():
+            coming = coming_batches(model_ctx.loader, self.step, parts_in(run_ctx.batch_data))
+            branches = Branches(model_ctx, [*islice(coming, FOLLOWING_BATCHES)], self.follow)
             if run_ctx.step > self.step:
-                return self._after_step(model_ctx)
-            self._parts = parts_in(run_ctx.batch_data)
-            coming = coming_batches(model_ctx.loader, self.step, self._parts)
-            batches = [*islice(coming, FOLLOWING_BATCHES + self.fresh)]
-            fresh = exclude_shared_rows(run_ctx.batch_data, batches[FOLLOWING_BATCHES:], fewest=2)
-            self._before = {name: leaf.detach().clone() for name, leaf in trainable(model_ctx.model).items()}
-            return self._branches(run_ctx, Branches(model_ctx, batches[:FOLLOWING_BATCHES], self.follow), fresh)
+                return self._after_step(branches)
+            fresh = exclude_shared_rows(run_ctx.batch_data, [*islice(coming, self.fresh)], fewest=2)
+            self._before = copied(trainable(model_ctx.model))
+            return self._branches(run_ctx, branches, fresh)
 
     def _branches(self, run_ctx: RunDataContext, branches: "Branches", fresh: Sequence[Batch]) -> Metrics:
         model_ctx, batch = branches.model_ctx, run_ctx.batch_data
         row_values, outlier_places = self._rows(run_ctx, model_ctx, fresh)
-        rest = [place for place in range(rows(batch)) if place not in outlier_places]
-        part = [part_of(batch, rest)] if outlier_places and rest else []
-        wide = ChangedSteps(model_ctx, CHANGES["float32"])
-        same = ChangedSteps(model_ctx, UNCHANGED)
+        part = [without_rows(batch, outlier_places)] if 0 < len(outlier_places) < rows(batch) else []
+        same, wide = ChangedSteps(model_ctx, UNCHANGED), ChangedSteps(model_ctx, CHANGES["float32"])
         results = {
             "as_it_was": [branches.run(batch, same, draws=draws) for draws in range(5)],
             "fresh": [branches.run(other, same) for other in fresh],
         }
-        for name in self._variants(run_ctx, has_part=bool(part)):
-            steps = wide if name == "float32" else self._changed(model_ctx, name)
-            with suppress(*REFUSED_BY.get(name, ())):
-                results[name] = [branches.run(part[0] if steps.change.replaces_rows else batch, steps)]
+        for change in self._changes(run_ctx, has_part=bool(part)):
+            layer = model_ctx.model.get_submodule(self.layer) if change.name == "layer_in_float32" else None
+            steps = ChangedSteps(model_ctx, change, usual_norm=self.usual_norm, layer=layer)
+            steps = wide if change.name == "float32" else steps
+            with suppress(*REFUSED_BY.get(change.name, ())):
+                results[change.name] = [branches.run(part[0] if change.replaces_rows else batch, steps)]
         numbers = {
             name: {branch: [values[place] for values in trials] for branch, trials in results.items()}
             for place, name in enumerate(("loss", "effect", "later"))
@@ -174,26 +160,13 @@ class WhatIf(DebugInterventionHook):
                 numbers["size"]["float32"] = [self._size(model_ctx, batch)]
         return {**numbers, "low_precision": wide.converted_count, "rows": row_values, "standing_out": outlier_places}
 
-    def _variants(self, run_ctx: RunDataContext, *, has_part: bool) -> Iterator[str]:
-        """Yield the names of the possible changes of the step; ``has_part``: if rows can be left out."""
-        has_rates = not any(math.isnan(group.lr) for group in run_ctx.optimizer_groups)
-        conditions = {
-            "half_rate": has_rates,
-            "zero_rate": has_rates,
-            "usual_rate": has_rates and self.usual_rate != 1,
-            "without_rows": has_part,
-            "clipped": self.usual_norm > 0,
-            "layer_in_float32": bool(self.layer),
-        }
-        return (name for name in VARIANTS if conditions.get(name, True))
-
-    def _changed(self, model_ctx: ModelDataContext, name: str) -> ChangedSteps:
-        """Return steps with a change, some of which depend on the options."""
-        change = CHANGES[name]
-        if name == "usual_rate":
-            change = replace(change, rate_factor=self.usual_rate)
-        layer = model_ctx.model.get_submodule(self.layer) if name == "layer_in_float32" else None
-        return ChangedSteps(model_ctx, change, usual_norm=self.usual_norm, layer=layer)
+    def _changes(self, run_ctx: RunDataContext, *, has_part: bool) -> list[TrialChange]:
+        """Return the possible changes of the step; ``has_part``: if rows can be left out."""
+        changes = {name: change for name, change in CHANGES.items() if change.title}
+        changes["usual_rate"] = replace(changes["usual_rate"], rate_factor=self.usual_rate)
+        is_given = {"without_rows": has_part, "clipped": self.usual_norm > 0, "usual_rate": self.usual_rate != 1}
+        is_given["layer_in_float32"] = bool(self.layer)
+        return possible_changes((change for name, change in changes.items() if is_given.get(name, True)), run_ctx)
 
     def _size(self, model_ctx: ModelDataContext, batch: Batch) -> float:
         kind, _, name = self.watch.partition("/")
@@ -210,16 +183,14 @@ class WhatIf(DebugInterventionHook):
         self, run_ctx: RunDataContext, model_ctx: ModelDataContext, fresh: Sequence[Batch]
     ) -> tuple[dict[str, list[float]], list[int]]:
         """Return the measurements of each row of the batch, and the positions of the rows that stand out."""
-        measured, fresh_measured, count = self._measure_rows(model_ctx, run_ctx.batch_data), [], 0
-        for other in fresh:
-            if count < MOST_FRESH_ROWS:
-                fresh_measured.append(self._measure_rows(model_ctx, other))
-                count += rows(other)
+        batch = run_ctx.batch_data
+        measured = self._measure_rows(model_ctx, batch)
+        others = fresh[: math.ceil(MOST_FRESH_ROWS / rows(batch))]
+        usual = torch.cat([self._measure_rows(model_ctx, other) for other in others], 1)
         values = dict(zip(("loss", "gradient_norm", "size"), measured.tolist(), strict=False))
         if run_ctx.row_indices is not None:
             values["index"] = run_ctx.row_indices.tolist()
-        places = {*outliers(measured, torch.cat(fresh_measured, 1)), *repeated(run_ctx.batch_data, fresh)}
-        return values, sorted(places)
+        return values, outlier_rows(batch, measured, fresh, usual)
 
     def _measure_rows(self, model_ctx: ModelDataContext, batch: Batch) -> Tensor:
         """Return loss, gradient norm and, if an output is watched, its size for each row; shape (2 or 3, rows)."""
@@ -229,18 +200,15 @@ class WhatIf(DebugInterventionHook):
             measured = torch.cat([measured, torch.tensor([sizes], dtype=torch.float64)])
         return measured
 
-    def _after_step(self, model_ctx: ModelDataContext) -> Metrics:
+    def _after_step(self, branches: "Branches") -> Metrics:
         """Return the effect of the run's own step, and of restoring a single element that changed."""
         if not self._before:  # the hook did not run at the step itself
             return {}
-        coming = coming_batches(model_ctx.loader, self.step, self._parts)
-        branches = Branches(model_ctx, [*islice(coming, FOLLOWING_BATCHES)], self.follow)
-        parameters = trainable(model_ctx.model)
-        after = branches.losses()
+        model_ctx, parameters = branches.model_ctx, trainable(branches.model_ctx.model)
         with model_ctx.branch():
             overwrite(parameters, self._before)
             before = branches.losses()
-        metrics: dict[str, Any] = {"effect": {"run": float((after - before).mean())}}
+        metrics: dict[str, Any] = {"effect": {"run": float((branches.before - before).mean())}}
         common = {name: leaf for name, leaf in parameters.items() if name in self._before}
         changes = [(name, *_most_changed(self._before[name], leaf)) for name, leaf in common.items()]
         name, place, ratio = max(changes, key=itemgetter(2), default=("", 0, 0.0))
@@ -264,7 +232,8 @@ class Branches:
     def __init__(self, model_ctx: ModelDataContext, ahead: Sequence[Batch], follow: int) -> None:
         self.model_ctx, self._ahead, self._follow = model_ctx, ahead, ahead[:follow]
         self._unchanged = ChangedSteps(model_ctx, UNCHANGED)
-        self._before = self.losses()
+        self.before = self.losses()
+        """The losses of the following batches in the current state."""
 
     def losses(self, steps: ChangedSteps | None = None) -> Tensor:
         """Return the losses of the following batches; shape (batches,), float64."""
@@ -279,7 +248,7 @@ class Branches:
             draws: count of random numbers to draw before the step, which changes the dropout masks.
         """
         with steps.branch(draws):
-            before = self._before if steps.change.precision is None else self.losses(steps)
+            before = self.before if steps.change.precision is None else self.losses(steps)
             loss = steps.take(batch)
             after = self.losses(steps)
             later = [steps.take_unchanged(following) for following in self._follow]
