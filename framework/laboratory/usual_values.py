@@ -58,6 +58,13 @@ def median_outcome(values: float | Sequence[float] | Numbers) -> float:
     return float(low if low == high else (low + high) / 2)
 
 
+def usual_norm(norms: Sequence[float] | Numbers) -> float:
+    """Return the median of the finite gradient norms; 0 without any."""
+    finite = np.asarray(norms, dtype=np.float64)
+    finite = finite[np.isfinite(finite)]
+    return float(np.median(finite)) if len(finite) else 0.0
+
+
 def median_and_spread(values: Numbers) -> tuple[Numbers, Numbers]:
     """Return the medians of the finite values along the last axis, and 1.4826 times their median distances from them.
 

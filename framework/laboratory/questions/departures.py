@@ -17,6 +17,7 @@ import numpy as np
 from ...report import FoundRun
 from ..explained_step import Departure
 from ..usual_values import median_and_spread, without_trend
+from .repeated_steps import recorded
 
 WINDOW = 32
 SMALLEST_WINDOW = 16
@@ -46,9 +47,8 @@ History = Mapping[str, Mapping[int, float]]
 def read_history(run: FoundRun, hook: str) -> dict[str, dict[int, float]]:
     """Return the quantities that ``step_history`` recorded, each by the step that it describes; NaN becomes ∞."""
     history: dict[str, dict[int, float]] = {}
-    for _, step, _, metric, value in run.points:
-        quantity = metric.removeprefix(f"{hook}/")
-        if quantity != metric and isinstance(value, (int, float)):
+    for step, quantity, value in recorded(run.points, hook):
+        if isinstance(value, (int, float)):
             number = math.inf if math.isnan(value) else float(value)
             history.setdefault(quantity, {})[step - quantity.startswith(RECORDED_ONE_STEP_LATER)] = number
     losses, losses_before = history.get("loss", {}), history.pop("loss_before", {})

@@ -1,6 +1,6 @@
 """``loopscope rewind --explain``: retrains the steps before a spike, and the unusual step in branches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from ...report import inspect_run
 from ...runs import EXPLANATION, REWINDS, DivergedError, Stretch
 from ..effects import Harm
 from ..explained_step import Branch, Departure, Explanation
-from ..usual_values import median_outcome
+from ..usual_values import median_outcome, usual_norm
 from ..verdict import Verdict, harms, is_damaged_before, precision_verdict, verdict
 from .departures import HISTORY, MOST_TESTED_STEPS, WINDOW, History, departures, read_history
-from .repeated_steps import TrainAgain, recorded_values
+from .repeated_steps import TrainAgain, measure
 from .rows import Describe, measured_rows
 
 HISTORY_HOOK, BRANCHES_HOOK = "step_history", "what_if"
@@ -27,6 +27,8 @@ WATCHED = {
     "copies": "number of copies of one row",
 }
 """Descriptions of the quantities that branches can measure on a batch."""
+Stretches = Callable[[int, int, str], Stretch]
+"""Returns the stretch from a step to another one, at most the last of the run, with the name of its folder."""
 MOST_TRIED = 4
 """Largest number of steps to run in branches before one of them shows a cause."""
 
@@ -54,49 +56,46 @@ def explain(
         left_out: the run's committing hooks.
         last: the last step of the run, if it has ended.
     """
-    label = f"explained_step_{step}"
+    place = folder / REWINDS / f"explained_step_{step}"
+
+    def stretch(first: int, end: int, name: str) -> Stretch:
+        return Stretch(first, min(end, last or step + 1), label=f"{place.name}/{name}")
+
     try:
-        explanation = _explain(train_again, label, step, describe_row, left_out, last or step + 1)
+        explanation = replace(_explain(train_again, stretch, step, describe_row), left_out=left_out)
     except DivergedError as error:
         cause, word = (None, "Inconclusive") if error.in_other_environment else ("fault", "Fault")
         sentence = f"{word}: the same program on the same data does not reproduce the run. {error}"
         explanation = Explanation(step, cause, sentence)
-    place = folder / REWINDS / label
     place.mkdir(parents=True, exist_ok=True)
     write_json(place / EXPLANATION, explanation.as_dict())
-    # The dataclass is frozen; this sets the folder once its file is written.
-    object.__setattr__(explanation, "folder", place)
-    return explanation
+    return replace(explanation, folder=place)
 
 
-def _explain(
-    train_again: TrainAgain, label: str, step: int, describe_row: Describe, left_out: Sequence[str], last: int
-) -> Explanation:
+def _explain(train_again: TrainAgain, stretch: Stretches, step: int, describe_row: Describe) -> Explanation:
     begin = max(1, step - HISTORY - WINDOW - MOST_TESTED_STEPS)
-    watched = train_again(Stretch(begin, min(step + 1, last), label=f"{label}/history"), HISTORY_HOOK, {})
-    history = read_history(inspect_run(watched), HISTORY_HOOK)
+    folder = train_again(stretch(begin, step + 1, "history"), HISTORY_HOOK, {})
+    history = read_history(inspect_run(folder), HISTORY_HOOK)
     found_departures, reason = departures(history, step)
     if not found_departures:
-        return Explanation(step, None, f"Inconclusive: found nothing to explain. {reason}", left_out=left_out)
-    first: Explanation | None = None
+        return Explanation(step, None, f"Inconclusive: found nothing to explain. {reason}")
+    explanations: list[Explanation] = []
     for where in found_departures[:MOST_TRIED]:
-        explanation = replace(
-            _judge(train_again, label, where, history, describe_row, last), step=step, left_out=left_out
-        )
-        if explanation.cause is not None:
-            return explanation
-        first = first or explanation
-    assert first is not None  # there is at least one departure
-    return first
+        branches = stretch(where.step, where.step + 1, "branches")
+        explanations.append(replace(_judge(train_again, branches, where, history, describe_row), step=step))
+        if explanations[-1].cause is not None:
+            return explanations[-1]
+    return explanations[0]
 
 
 def _judge(
-    train_again: TrainAgain, label: str, where: Departure, history: History, describe_row: Describe, last: int
+    train_again: TrainAgain, stretch: Stretch, where: Departure, history: History, describe_row: Describe
 ) -> Explanation:
     """Run a step in branches, and return the explanation that they give."""
-    stretch = Stretch(where.step, min(where.step + 1, last), label=f"{label}/branches")
-    folder = train_again(stretch, BRANCHES_HOOK, _options(history, where))
-    branch_values = _branch_values(folder, where.step)
+    measured = measure(train_again, stretch, BRANCHES_HOOK, _options(history, where))
+    if not measured:
+        raise UsageError(f"Step {where.step} could not be repeated in branches: {BRANCHES_HOOK!r} recorded nothing.")
+    branch_values = {"standing_out": [], **measured}
     rows = measured_rows(branch_values["rows"], describe_row, branch_values["standing_out"])
     at_step, usual = _run_values(history, where)
     found_harms = harms(branch_values, at_step, usual, WATCHED.get(where.quantity, "").format(where.name))
@@ -133,12 +132,9 @@ def _options(history: History, where: Departure) -> dict[str, Any]:
     """Return the options of the branches: usual norm, usual learning rate, watched quantity and layer."""
     steps = range(where.step - WINDOW, where.step)
     gradients = [series for name, series in history.items() if name.startswith("gradient/")]
-    squares = [sum(series.get(step, np.nan) ** 2 for series in gradients) for step in steps]
-    norms = [value**0.5 for value in squares if np.isfinite(value)]
+    norms = [sum(series.get(step, np.nan) ** 2 for series in gradients) ** 0.5 for step in steps]
     rates = [history["lr"][step] for step in steps if step in history["lr"]]
-    options: dict[str, Any] = {"step": where.step}
-    if norms and np.median(norms) > 0:
-        options["usual_norm"] = float(np.median(norms))
+    options: dict[str, Any] = {"step": where.step, "usual_norm": usual_norm(norms)}
     if "lr" in (where.quantity, *where.others) and rates and history["lr"][where.step] > 0 and np.median(rates) > 0:
         options["usual_rate"] = float(np.median(rates) / history["lr"][where.step])
     if where.quantity in WATCHED:
@@ -146,15 +142,6 @@ def _options(history: History, where: Departure) -> dict[str, Any]:
     if where.quantity == "output" and where.name != "logits":
         options["layer"] = where.name
     return options
-
-
-def _branch_values(folder: Path, step: int) -> dict[str, Any]:
-    """Return the values that the branches hook recorded at a step and the next one, by metric and branch."""
-    empty: dict[str, Any] = {"rows": {}, "loss": {}, "effect": {}, "later": {}, "standing_out": []}
-    values = empty | recorded_values(inspect_run(folder).points, BRANCHES_HOOK, (step, step + 1))
-    if not values["loss"]:
-        raise UsageError(f"Step {step} could not be repeated in branches: hook {BRANCHES_HOOK!r} recorded nothing.")
-    return values
 
 
 def _branch(name: str, values: Mapping[str, Any], found_harms: Sequence[Harm]) -> Branch:

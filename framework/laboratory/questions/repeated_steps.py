@@ -1,23 +1,32 @@
 """Steps of a recorded run that are trained again with one hook, and the values that the hook records."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...report import inspect_run
 from ...runs import Stretch
 
 TrainAgain = Callable[[Stretch, str, Mapping[str, Any]], Path]
 """Trains a stretch of the run again with one hook and its options, and returns the folder of its measurements."""
 
 
-def recorded_values(points: Sequence[Any], hook: str, steps: Collection[int]) -> dict[str, Any]:
-    """Return the values that a hook recorded at some steps: by metric, or by metric and branch."""
+def recorded(points: Sequence[Any], hook: str) -> Iterator[tuple[int, str, Any]]:
+    """Yield the step, the name without that of the hook, and the value of each metric that a hook recorded."""
+    for _, step, _, metric, value in points:
+        name = metric.removeprefix(f"{hook}/")
+        if name != metric:
+            yield step, name, value
+
+
+def measure(train_again: TrainAgain, stretch: Stretch, hook: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Train a stretch again, and return the values that the hook recorded: by metric, or by metric and branch."""
+    points = inspect_run(train_again(stretch, hook, options)).points
     values: dict[str, Any] = {}
-    for _, recorded_step, _, metric, value in points:
-        name, *path = metric.split("/", 2)
-        if name == hook and recorded_step in steps:
-            if len(path) == 1:
-                values[path[0]] = value
-            else:
-                values.setdefault(path[0], {})[path[1]] = value
+    for step, name, value in recorded(points, hook):
+        metric, _, branch = name.partition("/")
+        if branch and stretch.step <= step <= stretch.until:
+            values.setdefault(metric, {})[branch] = value
+        elif stretch.step <= step <= stretch.until:
+            values[metric] = value
     return values

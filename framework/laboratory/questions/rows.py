@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..explained_step import ExplainedRow
+from .repeated_steps import recorded
 
 Describe = Callable[[int], Any]
 """Returns an experiment's readable description of a row of its data set."""
@@ -30,9 +31,8 @@ def measured_rows(
 def rows_by_step(points: Sequence[Any], hook: str, describe: Describe) -> dict[int, list[ExplainedRow]]:
     """Return the rows that ``batch_rows`` recorded, by step."""
     by_step: dict[int, dict[str, Any]] = {}
-    for _, step, _, metric, value in points:
-        name = metric.removeprefix(f"{hook}/")
-        if name != metric and isinstance(value, list):
+    for step, name, value in recorded(points, hook):
+        if isinstance(value, list):
             by_step.setdefault(step, {})[name] = value
     return {step: measured_rows(measured, describe) for step, measured in by_step.items()}
 

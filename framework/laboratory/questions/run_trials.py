@@ -8,9 +8,8 @@ from ...checkpoints import checkpoints_by_moment
 from ...doctor import Diagnosis, History
 from ...errors import LoopscopeError
 from ...hooks import HookRegistry
-from ...report import inspect_run
 from ...runs import DivergedError, RunFolder, Stretch
-from .repeated_steps import TrainAgain, recorded_values
+from .repeated_steps import TrainAgain, measure
 from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests, trial_plans
 
 MOST_REPEATED = 500
@@ -67,8 +66,7 @@ def _measure(train_again: TrainAgain, plan: TrialPlan, options: Mapping[str, Any
     """Return the measurements of the branches, or the reason why there are none."""
     stretch = Stretch(plan.step, plan.step, label=f"hypotheses_step_{plan.step}")
     try:
-        folder = train_again(stretch, HOOK, options)
-        measured = recorded_values(inspect_run(folder).points, HOOK, (plan.step,))
+        measured = measure(train_again, stretch, HOOK, options)
     except DivergedError as error:
         return f"the same program does not reproduce the run. {str(error).rstrip('.')}"
     except LoopscopeError as error:

@@ -5,12 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from ...doctor import Diagnosis, Finding, History, ranked
 from ...errors import listed
 from ..changes import EVENTS, LEAD, SYMPTOMS, UNCHANGED, UNTESTABLE, TrialChange, changes_for
 from ..effects import effect_of
+from ..usual_values import RECENT, usual_norm
 from ..verdict import ChangeTest, change_tests
 
 ODDS_FACTOR = 4.0
@@ -23,8 +22,6 @@ MOST_KINDS = 10
 FOLLOWING = 2
 """Steps of a branch after the step of an event."""
 GRADIENT_NORMS = ("training_checks/grad_norm", "parameter_norms/total_grad_norm")
-RECENT_STEPS = 32
-"""Steps before the branches whose median gradient norm is the usual one."""
 
 
 @dataclass
@@ -43,7 +40,9 @@ class TrialPlan:
         names = ",".join(item.name for item in self.changes)
         count = self.event + FOLLOWING if self.event else steps
         options: dict[str, Any] = {"branches": branches, "changes": names, "event": self.event, "steps": count}
-        options["usual_norm"] = _usual_norm(history, self.step - 1 if self.step else history.step)
+        last = self.step - 1 if self.step else history.step
+        norms = max((history.curve(name) for name in GRADIENT_NORMS), key=len)
+        options["usual_norm"] = usual_norm(norms.between(last - RECENT + 1, last))
         return options | ({"step": self.step} if self.step else {})
 
     def kinds_with(self, changes: Iterable[TrialChange]) -> int:
@@ -57,14 +56,6 @@ class TrialPlan:
         """Add a finding with the changes that test it."""
         self.findings.append(finding)
         self.changes += [item for item in changes if item not in self.changes]
-
-
-def _usual_norm(history: History, last: int) -> float:
-    """Return the median gradient norm of the steps up to the last one; 0 if no hook measured it."""
-    curves = [history.curve(name) for name in GRADIENT_NORMS]
-    values = max(curves, key=len).between(last - RECENT_STEPS + 1, last)
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else 0.0
 
 
 def trial_plans(diagnosis: Diagnosis, *, from_present: bool) -> tuple[list[TrialPlan], list[str]]:
@@ -123,38 +114,35 @@ def diagnosis_with_tests(
     tests: dict[int, Sequence[ChangeTest]] = {}
     sentences = list(untested)
     for plan, measured in results:
-        reason = measured if isinstance(measured, str) else _damage(measured)
         for finding in plan.findings:
-            if reason:
-                sentences.append(_not_tested(finding, reason))
-            elif not isinstance(measured, str):
-                tests[id(finding)] = found = _tests_of(finding, plan, measured)
-                if not found:
-                    sentences.append(_not_tested(finding, "the optimizer has no numeric learning rate"))
-                elif finding.id in EVENTS and all(item.of == "loss" for item in found):
-                    sentences.append(
-                        f"{finding.id}: the loss does not rise by more than ordinary batches give by chance, so no "
-                        "test can decide."
-                    )
+            found = _tests_of(finding, plan, measured)
+            if isinstance(found, str):
+                sentences.append(_not_tested(finding, found))
+                continue
+            tests[id(finding)] = found
+            if finding.id in EVENTS and all(item.of == "loss" for item in found):
+                sentences.append(
+                    f"{finding.id}: the loss does not rise by more than ordinary batches give by chance, so no test "
+                    "can decide."
+                )
     if tests and left_out:
         sentences.append(f"The branches of the tests ran without {listed([*left_out])}, unlike the run.")
     findings = [with_tests(item, tests[id(item)]) if id(item) in tests else item for item in diagnosis]
     return replace(diagnosis, findings=ranked(findings), untested=sentences)
 
 
-def _damage(measured: Mapping[str, Any]) -> str:
-    is_damaged = not math.isfinite(measured.get("level", math.nan))
-    return "the loss is not finite in the state before the branches" if is_damaged else ""
-
-
-def _tests_of(finding: Finding, plan: TrialPlan, measured: Mapping[str, Any]) -> Sequence[ChangeTest]:
-    rises, scale = measured["rise"], float(measured["scale"])
-    unchanged = rises[UNCHANGED.name]
-    ordinary = measured["ordinary"] if plan.event else None
-    changed = {name: values for name, values in rises.items() if name != UNCHANGED.name}
-    effects = {name: effect_of(unchanged, values, scale, ordinary) for name, values in changed.items()}
+def _tests_of(finding: Finding, plan: TrialPlan, measured: Mapping[str, Any] | str) -> Sequence[ChangeTest] | str:
+    """Return the tests of a finding, or the reason why there are none."""
+    if isinstance(measured, str):
+        return measured
+    if not math.isfinite(measured.get("level", math.nan)):
+        return "the loss is not finite in the state before the branches"
+    rises, scale = dict(measured["rise"]), float(measured["scale"])
+    unchanged, ordinary = rises.pop(UNCHANGED.name), measured["ordinary"] if plan.event else None
+    effects = {name: effect_of(unchanged, values, scale, ordinary) for name, values in rises.items()}
     changes = [item for item in plan.changes if finding.id in item.findings]
-    return change_tests(changes, effects, len(unchanged), of_event=finding.id in EVENTS)
+    tests = change_tests(changes, effects, len(unchanged), of_event=finding.id in EVENTS)
+    return tests or "the optimizer has no numeric learning rate"
 
 
 def _not_tested(finding: Finding, reason: str) -> str:

@@ -107,7 +107,7 @@ def test_first_departure_is_reported_without_cause(causes, step, monkeypatch, tm
     monkeypatch.setattr(explanation, "departures", lambda history, step: (found, ""))
     monkeypatch.setattr(explanation, "read_history", lambda run, hook: {})
     monkeypatch.setattr(explanation, "inspect_run", lambda folder: None)
-    monkeypatch.setattr(explanation, "_judge", lambda again, label, where, *others: judged[where.step])
+    monkeypatch.setattr(explanation, "_judge", lambda again, stretch, where, *others: judged[where.step])
     explained = explain(lambda *arguments: tmp_path, tmp_path, 9)
     assert (explained.step, explained.where.step) == (9, step)
 
