@@ -68,12 +68,11 @@ from .model_wrappers import (
     unchanged_replica,
 )
 from .other_modules import given_modules, modules_of_loss
-from .reported_numbers import ReportedNumbers, of_evaluation
+from .reported_numbers import REPORTED, of_evaluation
 
 Result = TypeVar("Result")
 Ending = Callable[[str, BaseException | None], None]
 """Ends a run with a status, and the error that has ended it, if any."""
-REPORTED = ReportedNumbers()
 STOPPED = 3
 """The exit status of a program that ``stop_on`` has ended."""
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
@@ -471,15 +470,18 @@ class AttachedLoop:
         if options.stop_on is not None and self._ranks.agree(self.run.diagnosis.has_critical_of(options.stop_on)):
             raise SystemExit(STOPPED)
 
-    def report_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Record numbers that the script reports, at the newest step; those of an evaluation are also one for hooks."""
+    def report_numbers(self, numbers: Mapping[str, Any], *, evaluates: bool = True) -> None:
+        """Record numbers that the script reports, at the newest step.
+
+        Those of an evaluation, by their names, are also one for hooks if the loop ``evaluates`` outside of calls.
+        """
         named = {str(name): as_number(value) for name, value in numbers.items() if not isinstance(value, bool)}
         plain = {name: value for name, value in named.items() if value is not None}
         if not plain or not self.is_started or self.is_closed:
             return
         with self.hook_calls:
             self.manager.delivery.add(REPORTED, HookPoint.POST_STEP, self.driver.loop.step, dict(plain))
-            if evaluation := of_evaluation(plain):
+            if evaluates and (evaluation := of_evaluation(plain)):
                 self.driver.record_evaluation(evaluation)
 
     def _end_interval(self) -> None:

@@ -9,6 +9,7 @@ from ..checkpoints import sync_path
 from ..engine import HookManager
 from ..errors import UsageError
 from ..state import copy_of_batch
+from .reported_numbers import REPORTED
 
 ENTRIES = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place", "folder"}
 
@@ -67,6 +68,7 @@ class StoredState:
         """Restore loop, hooks and metrics; model and optimizer are restored by the script."""
         content = self.content
         vars(manager.state.loop).update(deepcopy(content["loop"]))
-        manager.delivery.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})
+        origins = {hook.name: hook for hook in (*manager.hooks, REPORTED)}
+        manager.delivery.load_state_dict(content["metrics"], origins)
         manager.hooks.load_state_dict(content["hooks"])
         manager.hooks.failures.earlier = content["errors"], content["left_out"]

@@ -198,8 +198,11 @@ class TrainerEvents(TrainerCallback):
         self._active_loop.end_of_data(self._steps)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **parts: Any) -> None:
-        """End the last epoch at the last log of the training, before the Trainer may load the best weights."""
-        if "train_runtime" in (logs or {}):
+        """Record what the Trainer logs; its last log ends the epoch, before the Trainer may load the best weights."""
+        numbers = {name: value for name, value in (logs or {}).items() if not name.endswith(COST_SUFFIXES)}
+        if "train_runtime" not in (logs or {}):
+            self.attached.report_numbers(numbers, evaluates=False)
+        else:
             self._active_loop.start_without_steps()
             self._active_loop.end_epoch({})
             if self.attached.is_started:

@@ -20,6 +20,9 @@ class ReportedNumbers(TrainingHook):
         return {}
 
 
+REPORTED = ReportedNumbers()
+
+
 def of_evaluation(numbers: Mapping[str, float]) -> dict[str, float]:
     """Return the numbers that belong to an evaluation, by their names.
 

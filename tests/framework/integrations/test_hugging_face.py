@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import loopscope
 import pytest
 import torch
 from loopscope import read_run
@@ -292,3 +293,13 @@ def test_every_evaluation_of_the_trainer_is_recorded(tmp_path: Path, loop: str) 
     assert [step for _, step, _, metric, _ in read_run(tmp_path / "run").points if metric == name] == [2, 4, 5]
     training = json.loads((tmp_path / "run/experiment_config.json").read_text())["training"]
     assert training.items() >= {"seed": 1, "learning_rate": 1e-2, "per_device_train_batch_size": 2}.items()
+
+
+def test_logged_numbers_are_recorded(tmp_path: Path) -> None:
+    """What the Trainer logs is in the record as ``reported/NAME``, without times."""
+    made = trainer(tmp_path, logging_strategy="steps", logging_steps=2, num_train_epochs=1)
+    scope = loopscope.attach(made, hooks=["norms"], out=tmp_path / "run", display="none")
+    made.train()
+    names = {name for name in scope.last_metrics() if name.startswith("reported/")}
+    assert {"reported/loss", "reported/grad_norm", "reported/learning_rate"} <= names
+    assert not any(name.endswith(("_runtime", "_per_second")) for name in names)
