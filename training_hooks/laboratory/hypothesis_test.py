@@ -4,9 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from statistics import median
-from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext
@@ -111,19 +110,13 @@ class HypothesisTest(BranchesHook):
         with eagerly():
             batches = planned_batches(run_ctx, model_ctx, self.branches, self.steps, self.event)
             trials = Trials(model_ctx, batches, self.event - 1, self.usual_norm)
-            metrics: dict[str, Any] = {
-                "level": trials.level,
-                "scale": trials.scale,
-                "rise": {},
-                "rows": [],
-                "ordinary": [],
-            }
-            if math.isfinite(trials.level):
-                changes = possible_changes(self._changes, run_ctx)
-                metrics["rise"] = trials.rises_by_change(changes)
-                metrics["rows"] = trials.left_out_rows if any(item.replaces_rows for item in changes) else []
-                metrics["ordinary"] = trials.ordinary_rises()
-            return metrics
+            state = {"level": trials.level, "scale": trials.scale}
+            if not math.isfinite(trials.level):
+                return {**state, "rise": {}, "rows": [], "ordinary": []}
+            changes = possible_changes(self._changes, run_ctx)
+            rises, ordinary = trials.rises_by_change(changes), trials.ordinary_rises()
+            left_out_rows = trials.left_out_rows if any(item.replaces_rows for item in changes) else []
+            return {**state, "rise": rises, "rows": left_out_rows, "ordinary": ordinary}
 
 
 @dataclass(frozen=True)
@@ -150,28 +143,21 @@ def planned_batches(
     Raises:
         LoopscopeError: if there are neither data nor a last batch with enough rows.
     """
-    parts = parts_in(run_ctx.batch_data)
-    coming = coming_batches(model_ctx.loader, run_ctx.step, parts)
-    if run_ctx.hook_point is HookPoint.PRE_STEP:
-        coming = _with_first(run_ctx.batch_data, coming)
-    else:
-        coming = _with_halves(run_ctx.batch_data, coming)
-    own = [*islice(coming, steps)]
-    fixed = [[*islice(coming, FIXED_BATCHES)] for _ in range(branches)]
-    orders = [own] + [[*own[:shared], *islice(coming, steps - shared)] for _ in range(branches - 1)]
+    batch = run_ctx.batch_data
+    coming = coming_batches(model_ctx.loader, run_ctx.step, parts_in(batch))
+    coming = chain([batch], coming) if run_ctx.hook_point is HookPoint.PRE_STEP else _with_halves(batch, coming)
+
+    def take(count: int) -> list[Batch]:
+        return [*islice(coming, count)]
+
+    own = take(steps)
+    fixed = [take(FIXED_BATCHES) for _ in range(branches)]
+    orders = [own, *([*own[:shared], *take(steps - shared)] for _ in range(branches - 1))]
     if not shared:
         return TrialBatches(orders, fixed, [], [])
-    spare = [*islice(coming, branches)]
-    count = branches * steps
-    others = exclude_shared_rows(own[shared - 1], [*islice(coming, 2 * count)], fewest=count)
-    return TrialBatches(
-        orders, fixed, spare, [others[place * steps : (place + 1) * steps] for place in range(branches)]
-    )
-
-
-def _with_first(first: Batch, coming: Iterator[Batch]) -> Iterator[Batch]:
-    yield first
-    yield from coming
+    spare, count = take(branches), branches * steps
+    others = exclude_shared_rows(own[shared - 1], take(2 * count), fewest=count)
+    return TrialBatches(orders, fixed, spare, [others[first : first + steps] for first in range(0, count, steps)])
 
 
 def _with_halves(last: Batch | None, coming: Iterator[Batch]) -> Iterator[Batch]:

@@ -11,19 +11,13 @@ from loopscope import DebugInterventionHook, HookPoint, HookRegistry, Remembered
 from loopscope.data import Batch
 from loopscope.errors import UnsuitableError
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.tensors import norm, norm_of_each, trainable
+from loopscope.tensors import copied, max_abs, norm, norm_of_each, trainable
 from loopscope.training import eagerly
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..curvature import coming_batches, parts_in
 from .rows import copies
-
-
-def largest_magnitude(tensor: Tensor) -> Tensor:
-    """Return max |x|, float32 or wider; NaN or infinite if any element is, 0 for an empty tensor."""
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    return tensor.detach().abs().amax().to(wide) if tensor.numel() else torch.zeros((), device=tensor.device)
 
 
 @contextmanager
@@ -36,8 +30,8 @@ def record_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
     def record(name: str, _module: nn.Module, _inputs: object, output: Any) -> None:
         tensors = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        for tensor in tensors[:1]:
-            size = largest_magnitude(tensor)
+        if tensors:
+            size = max_abs({name: tensors[0].detach()})
             sizes[name] = torch.maximum(sizes[name], size) if name in sizes else size
 
     with ExitStack() as stack:
@@ -111,10 +105,10 @@ class StepHistory(DebugInterventionHook):
             "loss_before": model_ctx.compute_batch_loss(self._next_batch(run_ctx, model_ctx)),
             "state": _sizes(model_ctx.optimizer_state, trainable(model_ctx.model)),
         }
-        weights = {name: leaf.detach() for name, leaf in trainable(model_ctx.model).items()}
+        weights = copied(trainable(model_ctx.model))
         if self._weights.keys() == weights.keys():
-            metrics["update"] = {name: largest_magnitude(leaf - self._weights[name]) for name, leaf in weights.items()}
-        self._weights = {name: leaf.clone() for name, leaf in weights.items()}
+            metrics["update"] = {name: max_abs({name: leaf - self._weights[name]}) for name, leaf in weights.items()}
+        self._weights = weights
         return metrics
 
     def _next_batch(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Batch:

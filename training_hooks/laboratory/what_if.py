@@ -211,7 +211,7 @@ class WhatIf(BranchesHook):
         metrics: dict[str, Any] = {"effect": {"run": float((branches.before - before).mean())}}
         common = {name: leaf for name, leaf in parameters.items() if name in self._before}
         changes = [(name, *_most_changed(self._before[name], leaf)) for name, leaf in common.items()]
-        name, place, ratio = max(changes, key=itemgetter(2), default=("", 0, 0.0))
+        name, place, ratio, sizes = max(changes, key=itemgetter(2), default=("", 0, 0.0, ()))
         if ratio >= SINGLE_CHANGE_RATIO:
             old, new = (float(leaf.detach().flatten()[place]) for leaf in (self._before[name], parameters[name]))
             with model_ctx.branch(), torch.no_grad():
@@ -219,9 +219,7 @@ class WhatIf(BranchesHook):
                 metrics["effect"]["element_restored"] = float((branches.losses() - before).mean())
             metrics["element"] = {name: [place, old, new]}
             if self.watch == f"update/{name}":
-                change = (parameters[name].detach() - self._before[name]).abs()
-                second_largest = float(change.flatten().topk(2)[0][1])
-                metrics["size"] = {"run": float(change.max()), "element_restored": second_largest}
+                metrics["size"] = dict(zip(("run", "element_restored"), sizes, strict=True))
         self._before = {}
         return metrics
 
@@ -256,11 +254,12 @@ class Branches:
         return (float(loss), *map(float, effects))  # type: ignore[return-value]
 
 
-def _most_changed(before: Tensor, after: Tensor) -> tuple[int, float]:
-    """Return the index of the largest change and its ratio to the second largest; ratio 0 for few elements."""
+def _most_changed(before: Tensor, after: Tensor) -> tuple[int, float, Sequence[float]]:
+    """Return the index of the largest change, its ratio to the second largest, and both; ratio 0 for few elements."""
     changes = (after.detach() - before).abs().double().flatten().nan_to_num(math.inf, math.inf)
     if len(changes) < FEWEST_ELEMENTS:
-        return 0, 0.0
+        return 0, 0.0, ()
     sizes, places = changes.topk(2)
-    ratio = float(sizes[0] / sizes[1]) if float(sizes[1]) else (math.inf if float(sizes[0]) else 0.0)
-    return int(places[0]), 0.0 if math.isnan(ratio) else ratio
+    largest, second = sizes.tolist()
+    ratio = largest / second if second else (math.inf if largest else 0.0)
+    return int(places[0]), 0.0 if math.isnan(ratio) else ratio, (largest, second)
