@@ -7,7 +7,7 @@ from ..data import rows
 from ..doctor import Diagnosis
 from ..errors import LoopscopeError, require
 from ..hooks import HookRegistry, InterventionHook
-from ..laboratory.questions import HOOK, TrialPlan, diagnosis_with_tests, trial_plans
+from ..laboratory.questions import HOOK, TrialPlan, diagnosis_with_tests
 from .attached_loop import AttachedLoop
 
 FEWEST_ROWS = 8
@@ -41,12 +41,12 @@ def with_tests(attached: AttachedLoop, diagnosis: Diagnosis, branches: int, step
     Raises:
         UsageError: for a number of branches or steps that the hook does not accept.
     """
-    plans, untested = trial_plans(diagnosis, from_present=True)
     history = attached.run.diagnosis.history
-    results: list[tuple[TrialPlan, Mapping[str, Any] | str]] = []
-    for plan in plans:
+
+    def measure(plan: TrialPlan) -> Mapping[str, Any]:
         hook = HookRegistry.get(HOOK)(**plan.options(history, branches, steps))
         assert isinstance(hook, InterventionHook)
         with attached.hook_calls:
-            results.append((plan, attached.manager.call_between_steps(hook)))
-    return diagnosis_with_tests(diagnosis, results, untested, left_out=[*attached.treatments])
+            return attached.manager.call_between_steps(hook)
+
+    return diagnosis_with_tests(diagnosis, measure, from_present=True, left_out=[*attached.treatments])

@@ -106,16 +106,11 @@ class Explanation:
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Explanation":
         """Return the explanation of a file's content, whose fields were checked."""
-        where, rows, branches = content["where"], content["rows"], content["branches"]
-        return cls(
-            content["step"],
-            content["cause"],
-            content["verdict"],
-            where and Departure(**_fields(Departure, where)),
-            [ExplainedRow(**_fields(ExplainedRow, row)) for row in rows],
-            [Branch(**_fields(Branch, branch)) for branch in branches],
-            content["left_out"],
-        )
+        values = {name: content[name] for name in FIELDS}
+        values["where"] = content["where"] and Departure(**_fields(Departure, content["where"]))
+        values["rows"] = [ExplainedRow(**_fields(ExplainedRow, row)) for row in content["rows"]]
+        values["branches"] = [Branch(**_fields(Branch, branch)) for branch in content["branches"]]
+        return cls(**values)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything but the folder as plain values."""

@@ -228,7 +228,7 @@ def _percent(value: float) -> str:
 
 
 def change_tests(
-    changes: Iterable[TrialChange], effects: Mapping[str, Effect], branches: int, *, of_event: bool = False
+    changes: Iterable[TrialChange], effects: Mapping[str, Effect], *, of_event: bool = False
 ) -> Sequence[ChangeTest]:
     """Return the tests of a finding from the effects of the changes, by name.
 
@@ -237,15 +237,21 @@ def change_tests(
     do not repeat it, and nothing is decided.
     """
     pairs = [(item, effects[item.name]) for item in changes if item.name in effects]
-    verdicts = {item.name: effect.is_decisive(item.trivial_share, item.fall_factor) for item, effect in pairs}
-    # A learning rate that is too high by far is still too high after the change.
-    open_names = [item.name for item, effect in pairs if item.is_unspecific and effect.is_lost]
-    verdicts |= {name: verdicts[name] or None for name in open_names}
-    if of_event:
-        verdicts |= {item.name: None for item, effect in pairs if effect.measure == "loss" or not effect.is_unusual}
-    if any(verdicts[item.name] for item, _ in pairs if not item.is_unspecific):
-        verdicts |= {item.name: None for item, _ in pairs if item.is_unspecific and verdicts[item.name]}
+    confirms = {item.name: _confirms(item, effect, of_event=of_event) for item, effect in pairs}
+    if any(confirms[item.name] for item, _ in pairs if not item.is_unspecific):
+        confirms |= {item.name: None for item, _ in pairs if item.is_unspecific and confirms[item.name]}
     return [
-        ChangeTest(item.words, effect.value, effect.error, effect.null, branches, verdicts[item.name], effect.measure)
+        ChangeTest(
+            item.words, effect.value, effect.error, effect.null, len(effect.pairs), confirms[item.name], effect.measure
+        )
         for item, effect in pairs
     ]
+
+
+def _confirms(change: TrialChange, effect: Effect, *, of_event: bool) -> bool | None:
+    """Return whether the effect of a change alone confirms it; ``None`` if it cannot decide."""
+    if of_event and (effect.measure == "loss" or not effect.is_unusual):
+        return None
+    is_decisive = effect.is_decisive(change.trivial_share, change.fall_factor)
+    # A learning rate that is too high by far is still too high after the change.
+    return is_decisive or None if change.is_unspecific and effect.is_lost else is_decisive

@@ -5,7 +5,7 @@ from .explanation import explain
 from .explanation_text import explanation_lines, row_table
 from .rows import rows_by_step
 from .run_trials import try_changes
-from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests, trial_plans
+from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests
 
 __all__ = [
     "HOOK",
@@ -16,6 +16,5 @@ __all__ = [
     "explanation_lines",
     "row_table",
     "rows_by_step",
-    "trial_plans",
     "try_changes",
 ]

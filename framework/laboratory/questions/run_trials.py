@@ -10,7 +10,7 @@ from ...errors import LoopscopeError
 from ...hooks import HookRegistry
 from ...runs import DivergedError, RunFolder, Stretch
 from .repeated_steps import TrainAgain, measure
-from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests, trial_plans
+from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests
 
 MOST_REPEATED = 500
 """Steps that are trained again from the start of a run if no checkpoint precedes the branches."""
@@ -40,35 +40,23 @@ def try_changes(
     Raises:
         UsageError: for a number of branches or steps that the hook does not accept.
     """
-    plans, untested = trial_plans(diagnosis, from_present=False)
-    hook = HookRegistry.get(HOOK)
-    results: list[tuple[TrialPlan, Mapping[str, Any] | str]] = []
-    for plan in plans:
+
+    def measure_plan(plan: TrialPlan) -> Mapping[str, Any] | str:
         options = plan.options(history, branches, steps)
-        hook(**options)  # raises an error for wrong numbers before the run is trained again
-        reason = _distance_problem(folder, plan.step)
-        results.append((plan, reason or _measure(train_again, plan, options)))
-    return diagnosis_with_tests(diagnosis, results, untested, left_out=left_out)
+        HookRegistry.get(HOOK)(**options)  # raises an error for wrong numbers before the run is trained again
+        moments = checkpoints_by_moment(RunFolder(folder, folder.name).checkpoints)
+        if plan.step - 1 > MOST_REPEATED and not any(saved < plan.step for _, saved in moments):
+            return (
+                f"the run has no checkpoint before step {plan.step:,}, and is too far from its start; train it with "
+                "--save-checkpoints"
+            )
+        stretch = Stretch(plan.step, plan.step, label=f"hypotheses_step_{plan.step}")
+        try:
+            measured = measure(train_again, stretch, HOOK, options)
+        except DivergedError as error:
+            return f"the same program does not reproduce the run. {str(error).rstrip('.')}"
+        except LoopscopeError as error:
+            return f"the run cannot be repeated from there. {str(error).rstrip('.')}"
+        return measured or f"the hook {HOOK!r} recorded nothing at step {plan.step:,}"
 
-
-def _distance_problem(folder: Path, step: int) -> str:
-    """Return why a step is too far from the nearest earlier state, or an empty text."""
-    moments = checkpoints_by_moment(RunFolder(folder, folder.name).checkpoints)
-    if step - 1 <= MOST_REPEATED or any(saved < step for _, saved in moments):
-        return ""
-    return (
-        f"the run has no checkpoint before step {step:,}, and is too far from its start; train it with "
-        "--save-checkpoints"
-    )
-
-
-def _measure(train_again: TrainAgain, plan: TrialPlan, options: Mapping[str, Any]) -> Mapping[str, Any] | str:
-    """Return the measurements of the branches, or the reason why there are none."""
-    stretch = Stretch(plan.step, plan.step, label=f"hypotheses_step_{plan.step}")
-    try:
-        measured = measure(train_again, stretch, HOOK, options)
-    except DivergedError as error:
-        return f"the same program does not reproduce the run. {str(error).rstrip('.')}"
-    except LoopscopeError as error:
-        return f"the run cannot be repeated from there. {str(error).rstrip('.')}"
-    return measured or f"the hook {HOOK!r} recorded nothing at step {plan.step:,}"
+    return diagnosis_with_tests(diagnosis, measure_plan, from_present=False, left_out=left_out)

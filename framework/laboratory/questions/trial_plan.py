@@ -1,7 +1,7 @@
 """Plans of tests: which findings are tested at which step by which changes, and the diagnosis with their results."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,22 +98,23 @@ def _place(finding: Finding) -> tuple[int, int]:
 
 def diagnosis_with_tests(
     diagnosis: Diagnosis,
-    results: Sequence[tuple[TrialPlan, Mapping[str, Any] | str]],
-    untested: Sequence[str],
+    measure: Callable[[TrialPlan], Mapping[str, Any] | str],
     *,
+    from_present: bool,
     left_out: Sequence[str] = (),
 ) -> Diagnosis:
-    """Return the diagnosis with the tests, in the order of the new confidences.
+    """Return the diagnosis with tests of its findings, in the order of the new confidences.
 
     Args:
         diagnosis: the findings without tests.
-        results: for each plan the measurements of the hook, or the reason why there are none.
-        untested: sentences about findings without a plan.
+        measure: returns the measurements of the hook for a plan, or the reason why there are none.
+        from_present: as in :func:`trial_plans`.
         left_out: names of the committing hooks of the run, which are disabled in the branches.
     """
     tests: dict[int, Sequence[ChangeTest]] = {}
-    sentences = list(untested)
-    for plan, measured in results:
+    plans, sentences = trial_plans(diagnosis, from_present=from_present)
+    for plan in plans:
+        measured = measure(plan)
         for finding in plan.findings:
             found = _tests_of(finding, plan, measured)
             if isinstance(found, str):
@@ -141,7 +142,7 @@ def _tests_of(finding: Finding, plan: TrialPlan, measured: Mapping[str, Any] | s
     unchanged, ordinary = rises.pop(UNCHANGED.name), measured["ordinary"] if plan.event else None
     effects = {name: effect_of(unchanged, values, scale, ordinary) for name, values in rises.items()}
     changes = [item for item in plan.changes if finding.id in item.findings]
-    tests = change_tests(changes, effects, len(unchanged), of_event=finding.id in EVENTS)
+    tests = change_tests(changes, effects, of_event=finding.id in EVENTS)
     return tests or "the optimizer has no numeric learning rate"
 
 

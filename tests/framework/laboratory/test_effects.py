@@ -8,8 +8,8 @@ from loopscope.doctor import Diagnosis, Finding, History
 from loopscope.laboratory import CHANGES, ChangeTest, effect_of
 from loopscope.laboratory.changes import changes_for
 from loopscope.laboratory.effects import null_effects, rises_by_chance
-from loopscope.laboratory.questions import diagnosis_with_tests, trial_plans
-from loopscope.laboratory.questions.trial_plan import with_tests
+from loopscope.laboratory.questions import diagnosis_with_tests
+from loopscope.laboratory.questions.trial_plan import trial_plans, with_tests
 from loopscope.laboratory.verdict import change_tests
 from loopscope.student_t import critical_t
 
@@ -83,17 +83,17 @@ def test_proportional_decrease_does_not_confirm_learning_rate():
     """A tenth of the learning rate also removes nearly all of the rise by steps that point uphill."""
     unchanged = [1.0, 1.1, 0.9, 1.0]
     effects = {"tenth_rate": effect_of(unchanged, [0.1 * rise for rise in unchanged], 1.0)}
-    assert verdicts(change_tests([CHANGES["tenth_rate"]], effects, 4)) == [False]
+    assert verdicts(change_tests([CHANGES["tenth_rate"]], effects)) == [False]
     effects = {"tenth_rate": effect_of(unchanged, [-0.1 * rise for rise in unchanged], 1.0)}
-    assert verdicts(change_tests([CHANGES["tenth_rate"]], effects, 4)) == [True]
+    assert verdicts(change_tests([CHANGES["tenth_rate"]], effects)) == [True]
 
 
 def test_specific_cause_outranks_smaller_steps():
     unchanged = [1.0, 1.1, 0.9, 1.0]
     effects = {name: effect_of(unchanged, [-0.1] * 4, 1.0) for name in ("fresh_state", "half_rate")}
     pair = [CHANGES["fresh_state"], CHANGES["half_rate"]]
-    assert verdicts(change_tests(pair, effects, 4)) == [True, None]
-    assert verdicts(change_tests(pair[1:], effects, 4)) == [True]
+    assert verdicts(change_tests(pair, effects)) == [True, None]
+    assert verdicts(change_tests(pair[1:], effects)) == [True]
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_event_must_exceed_ordinary_batches(ordinary, confirms):
     """A rise as an ordinary batch gives it by chance, or without ordinary batches, decides nothing about an event."""
     rises = [3.0, 3.1, 2.9, 3.0] if confirms else [1.0, 1.1, 0.9, 1.0]
     effects = {"fresh_state": effect_of(rises, [0.1] * 4, 1.0, ordinary)}
-    assert verdicts(change_tests([CHANGES["fresh_state"]], effects, 4, of_event=True)) == [confirms]
+    assert verdicts(change_tests([CHANGES["fresh_state"]], effects, of_event=True)) == [confirms]
 
 
 def test_event_without_rise_decides_nothing():
     effects = {"half_rate": effect_of([-1.0, -1.1, -0.9, -1.0], [-9.0] * 4, 1.0)}
-    assert verdicts(change_tests([CHANGES["half_rate"]], effects, 4)) == [True]
-    assert verdicts(change_tests([CHANGES["half_rate"]], effects, 4, of_event=True)) == [None]
+    assert verdicts(change_tests([CHANGES["half_rate"]], effects)) == [True]
+    assert verdicts(change_tests([CHANGES["half_rate"]], effects, of_event=True)) == [None]
 
 
 def confirmed_events(count: int, luck: Luck, excess: float = 0.0) -> float:
@@ -124,7 +124,7 @@ def confirmed_events(count: int, luck: Luck, excess: float = 0.0) -> float:
         changed = generator.normal(0, 0.6, 4) / 3
         ordinary = rises_by_chance(luck(generator, 20).reshape(4, 5) / 3, generator.normal(0, 0.3, 4) / 3)
         effects = {"without_rows": effect_of(unchanged, changed, 5.0, ordinary)}
-        confirmed += verdicts(change_tests([CHANGES["without_rows"]], effects, 4, of_event=True)) == [True]
+        confirmed += verdicts(change_tests([CHANGES["without_rows"]], effects, of_event=True)) == [True]
     return confirmed / count
 
 
@@ -182,7 +182,7 @@ class NoisyDescent:
     def confirms(self, name: str) -> bool | None:
         orders, factor = [[self.batch() for _ in range(14)] for _ in range(4)], CHANGES[name].rate_factor
         unchanged, changed = ([self.rise(order, value) for order in orders] for value in (1.0, factor))
-        return verdicts(change_tests([CHANGES[name]], {name: effect_of(unchanged, changed, 1.0)}, 4))[0]
+        return verdicts(change_tests([CHANGES[name]], {name: effect_of(unchanged, changed, 1.0)}))[0]
 
 
 @pytest.mark.statistical
@@ -221,7 +221,7 @@ def test_slower_fall_by_noise_confirms_nothing():
 def test_lost_training_refutes_no_learning_rate():
     """Where all branches diverge, a learning rate that is still too high is no evidence."""
     effects = {"half_rate": effect_of([10.0] * 4, [10.0] * 4, 1.0)}
-    assert verdicts(change_tests([CHANGES["half_rate"]], effects, 4)) == [None]
+    assert verdicts(change_tests([CHANGES["half_rate"]], effects)) == [None]
 
 
 @pytest.mark.parametrize(
@@ -241,10 +241,9 @@ def test_tests_change_the_confidence(name, confirms, confidence):
 
 def test_order_is_renewed_by_tests():
     first, second = finding("learning-rate-too-high", confidence=0.8), finding("weight-decay-too-large", confidence=0.7)
-    plans, untested = trial_plans(Diagnosis([first, second]), from_present=True)
     rises = {"unchanged": [1.0, 1.1, 0.9, 1.0], "no_decay": [-0.1] * 4, "half_rate": [1.0, 1.1, 0.9, 1.0]}
     measured = {"level": 1.0, "scale": 1.0, "rise": rises}
-    diagnosis = diagnosis_with_tests(Diagnosis([first, second]), [(plans[0], measured)], untested)
+    diagnosis = diagnosis_with_tests(Diagnosis([first, second]), lambda plan: measured, from_present=True)
     assert [item.id for item in diagnosis] == ["weight-decay-too-large", "learning-rate-too-high"]
     assert diagnosis.findings[0].confidence > 0.7 > diagnosis.findings[1].confidence
     content = diagnosis.findings[0].as_dict()
@@ -254,24 +253,21 @@ def test_order_is_renewed_by_tests():
 
 def test_disabled_hooks_are_named():
     diagnosis = Diagnosis([finding("weight-decay-too-large")])
-    plans, untested = trial_plans(diagnosis, from_present=True)
     measured = {"level": 1.0, "scale": 1.0, "rise": {"unchanged": [1.0] * 4, "no_decay": [0.0] * 4}}
-    result = diagnosis_with_tests(diagnosis, [(plans[0], measured)], untested, left_out=["grad_clip"])
+    result = diagnosis_with_tests(diagnosis, lambda plan: measured, from_present=True, left_out=["grad_clip"])
     assert result.untested == ["The branches of the tests ran without grad_clip, unlike the run."]
 
 
 def test_missing_learning_rate_is_not_tested():
     diagnosis = Diagnosis([finding("learning-rate-too-low")])
-    plans, untested = trial_plans(diagnosis, from_present=True)
     measured = {"level": 1.0, "scale": 1.0, "rise": {"unchanged": [1.0] * 4}}
-    result = diagnosis_with_tests(diagnosis, [(plans[0], measured)], untested)
+    result = diagnosis_with_tests(diagnosis, lambda plan: measured, from_present=True)
     assert result.untested == ["learning-rate-too-low was not tested: the optimizer has no numeric learning rate."]
 
 
 def test_damaged_state_is_not_tested():
     diagnosis = Diagnosis([finding("weight-decay-too-large")])
-    plans, untested = trial_plans(diagnosis, from_present=True)
-    result = diagnosis_with_tests(diagnosis, [(plans[0], {"level": float("nan"), "rise": {}})], untested)
+    result = diagnosis_with_tests(diagnosis, lambda plan: {"level": float("nan"), "rise": {}}, from_present=True)
     assert result.findings == [diagnosis.findings[0]]
     assert "weight-decay-too-large was not tested: the loss is not finite" in result.untested[0]
 
