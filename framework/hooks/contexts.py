@@ -219,12 +219,6 @@ def _unknown_rows(epoch: int, batch: int) -> None:
     """Return that the row numbers of a batch are unknown: the default of the services."""
 
 
-def _one_process() -> "Ranks":
-    from ..training import Ranks  # imported here, so that defining a hook imports no training code
-
-    return Ranks()
-
-
 @dataclass(frozen=True, kw_only=True)
 class BackwardContext:
     """The argument of :meth:`TrainingHook.before_backward`: the backward pass of a micro-batch that starts next."""
@@ -258,7 +252,7 @@ class ObserverServices:
     evaluate: Callable[[Mapping[str, Tensor]], dict[str, float]]
     optimizer_groups: Callable[[], tuple[OptimizerGroup, ...]]
     last_metrics: Callable[[HookPoint | None], Mapping[str, Any]]
-    ranks: "Ranks" = field(default_factory=_one_process)
+    ranks: "Ranks"
     row_indices: Callable[[int, int], Tensor | None] = _unknown_rows
     replayed: Callable[[], AbstractContextManager[None]] = nullcontext
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from loopscope.hooks import ForwardResult, HookPoint, ObserverServices, RunDataContext
-from loopscope.training import Profiler
+from loopscope.training import Profiler, Ranks
 from torch import Tensor, nn
 
 
@@ -20,6 +20,7 @@ def epoch_end(model: nn.Module, **fields: Any) -> RunDataContext:
         evaluate=lambda weights: {},
         optimizer_groups=tuple,
         last_metrics=lambda point: {},
+        ranks=Ranks(),
     )
     settings: dict[str, Any] = {"hook_point": HookPoint.POST_EPOCH, "epoch": 0, "step": 1, **fields}
     return RunDataContext(model=model, config=None, loader=None, services=services, profiler=Profiler(), **settings)
