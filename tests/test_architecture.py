@@ -34,10 +34,15 @@ ORDER = (
         "errors",
         "optional_packages",
         "registry",
+        "accelerators",
         "durable_files",
         "file_digests",
         "student_t",
         "tensors",
+        "state.values",
+        "state.generators",
+        "state.settings",
+        "state.parameter_groups",
         "state",
         "digests",
     ),
@@ -55,6 +60,7 @@ MEASURES = (
         "durable_files",
         "student_t",
         "tensors",
+        "state.parameter_groups",
         "state",
         "isolation",
         "data",
@@ -315,7 +321,7 @@ def test_the_page_lists_uses_of_internals() -> None:
     of_objects = {
         "state/sharding.py",
         "tensors/identity.py",
-        "state/global_generators.py",
+        "state/generators/global_generators.py",
     }  # private attributes of objects
     assert used - named == set()
     assert named - used - of_objects == set()

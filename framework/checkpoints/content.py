@@ -14,7 +14,9 @@ from ..engine import HookManager
 from ..errors import UsageError, require
 from ..isolation import Call
 from ..registry import qualified
-from ..state import ATOMS, STORED_DICTS, StreamState, TrainingState, seed_everything
+from ..state import TrainingState, seed_everything
+from ..state.generators import StreamState
+from ..state.values import ATOMS, STORED_DICTS
 from ..training import Ranks
 from .format import FRESH_STREAMS, Checkpoint, open_checkpoint, write_checkpoint
 from .writer import Staging

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..durable_files import read_tensors, write_tensors
 from ..errors import UsageError, listed, require
-from ..state import STORED_DICTS, dict_like
+from ..state.values import STORED_DICTS, dict_like
 from ..tensors import in_bytes, is_sharded, laid_out_like, unsharded
 from ..training import Ranks
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..state import ATOMS, STORED_DICTS, dict_like
+from ..state.values import ATOMS, STORED_DICTS, dict_like
 from ..tensors import completed, dtensor_class, is_sharded, local_shards
 from ..training import Ranks
 from .format import Checkpoint, checkpoint_name, intact_checkpoints, remove_leftovers, set_aside, write_checkpoint

@@ -2,7 +2,7 @@
 
 from .batches import MicroBatches, SeparateBatches, micro_batches, part_of, rows
 from .data_identity import data_changed, fingerprint
-from ..state import Generator
+from ..state.generators import Generator
 from .generators import all_holders, attributes, seed_all, undisturbed
 from .loader_inspection import first_batch, preserved_loader, with_copied_batches
 from .loaders import Batch, Loader, Order, SourceOfRows, TensorLoader, derived_seed, fixed_order, random_order

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ..state import Generator, read_generator, seed_generator, write_generator
+from ..state.generators import Generator, read_generator, seed_generator, write_generator
 
 
 def dataset_generators(*holders: object) -> list[Generator]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ..state import Structure, copy_of_batch, script_settings
+from ..state import Structure, copy_of_batch
+from ..state.settings import script_settings
 from .generators import all_holders, attributes
 from .loaders import Batch, Loader, SourceOfRows
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..data import Batch
 from ..hooks import EPOCH_END, STEP_POINTS, HookPoint
-from ..state import LoopState, learning_rate_of
+from ..state import LoopState
+from ..state.parameter_groups import learning_rate_of
 from ..tensors import accumulate, joint_norm, local_shards, unsharded
 from ..training import TrainingTask
 from .backward_calls import BackwardCalls

@@ -23,7 +23,7 @@ from ..errors import (
     with_lines,
 )
 from ..hooks import HookPoint, InterventionHook, TrainingHook
-from ..state import explain_nondeterminism
+from ..state.settings import explain_nondeterminism
 from .error_advice import advice_on_error, called_method
 
 OnError = Literal["raise", "skip", "auto"]

@@ -26,15 +26,9 @@ from ..hooks import (
     RunDataContext,
 )
 from ..isolation import borrowed_gradients, borrowed_modes, borrowed_weights, undone_pass
-from ..state import (
-    StreamState,
-    TrainingState,
-    betas_of,
-    learning_rate_of,
-    number_or,
-    optimizers_of,
-    rounds_stochastically,
-)
+from ..state import TrainingState, optimizers_of
+from ..state.generators import StreamState
+from ..state.parameter_groups import betas_of, learning_rate_of, number_or, rounds_stochastically
 from ..tensors import Vector
 from ..training import LossProbe, TrainingTask, without_graph
 from .commits import CommitRecord

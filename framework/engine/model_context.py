@@ -22,7 +22,8 @@ from ..isolation import (
     borrowed_learning_rates,
     undone_pass,
 )
-from ..state import TrainingState, optimizers_of, script_settings
+from ..state import TrainingState, optimizers_of
+from ..state.settings import script_settings
 from ..tensors import Vector, accumulate, copied, is_partial, live_gradients, local_shards
 from ..training import (
     METHODS,

@@ -52,7 +52,8 @@ from ..runs import (
     read_provenance,
     status_after,
 )
-from ..state import RandomStreams, TrainingState, generators_of
+from ..state import RandomStreams, TrainingState
+from ..state.generators import generators_of
 from ..training import Ranks, TrainingTask
 from .attach_options import AttachOptions, Loss, OptionalLoader, missing_loss
 from .attached_folder import FolderChoice

@@ -26,7 +26,8 @@ from ..data import (
 )
 from ..errors import UsageError, require
 from ..hooks import ENDLESS
-from ..state import ATOMS, RandomStreams
+from ..state import RandomStreams
+from ..state.values import ATOMS
 
 ACCEPTED = (
     "it must be a DataLoader of torch, a list of batches, a function without arguments that returns a batch, or a "

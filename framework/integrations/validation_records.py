@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ..state import ATOMS, InternalFunction
+from ..state import InternalFunction
+from ..state.values import ATOMS
 
 CONTAINERS = (list, dict, set, deque)
 STANDARD = frozenset(vars(nn.Module()))

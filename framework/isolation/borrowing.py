@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd import grad_mode
 
 from ..errors import LoopscopeError, unknown
-from ..state import EXTRAS, ModuleOrGroup, TrainingState, learning_rate_of, nested
+from ..state import EXTRAS, ModuleOrGroup, TrainingState, nested
+from ..state.parameter_groups import learning_rate_of
 from ..tensors import fully_sharded_modules, is_wrapper
 from .guardian import copy_each
 

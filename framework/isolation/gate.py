@@ -12,12 +12,11 @@ from torch import nn
 
 from ..errors import StateMutationError, library_warnings_ignored
 from ..preserved_streams import threads_of_script
-from ..state import (
+from ..state import NODE_HOOKS, TrainingState
+from ..state.generators import StreamState
+from ..state.settings import (
     DEFAULT_SETTINGS,
     MODE_COUNTERS,
-    NODE_HOOKS,
-    StreamState,
-    TrainingState,
     entered_modes,
     leave_modes,
     neutral_settings,

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..errors import StateMutationError, library_warnings_ignored, listed
-from ..state import Part, TrainingState, arrays_of, described_tensor, hook_contents
+from ..state import Part, TrainingState, arrays_of, hook_contents
+from ..state.values import described_tensor
 from ..tensors import PLAIN, addresses, is_shared_memory, local_shards
 from .guardian import Objects
 from .recorded_bytes import NO_BYTES, RecordedBytes, RecordedEntries

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
-from ..state import TrainingState, Transient, entered_modes, leave_modes, script_settings, trained_by
+from ..state import TrainingState, Transient
+from ..state.parameter_groups import trained_by
+from ..state.settings import entered_modes, leave_modes, script_settings
 from ..tensors import addresses, resharded_afterwards
 from .borrowing import borrowed_extras
 from .guardian import Objects, copy_each

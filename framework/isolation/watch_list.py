@@ -8,21 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..state import (
-    ATOMS,
-    Part,
-    TrainingState,
-    Transient,
-    Watched,
-    batch_contents,
-    contents_of,
-    has_contents,
-    keys_of,
-    nested,
-    short_name,
-    tensors_of,
-    values_of,
-)
+from ..state import Part, TrainingState, Transient, Watched, nested, tensors_of
+from ..state.values import ATOMS, batch_contents, contents_of, has_contents, keys_of, short_name, values_of
 from ..tensors import addresses, is_sharded, pointer_and_bits
 
 _NOT_CONTAINERS = (*ATOMS, Tensor)

@@ -17,7 +17,7 @@ from ..durable_files import path_exists, plain_json, read_json
 from ..errors import UsageError, require
 from ..hooks import RunInfo, treatments
 from ..hooks.selection import ConfiguredHook
-from ..state import settings
+from ..state.settings import settings
 from ..training import Ranks
 from .config import ExperimentConfig, describe_type, fits
 

@@ -15,7 +15,8 @@ from ..hooks import HookRegistry, MetricSink, TrainingHook
 from ..hooks.selection import ConfiguredHook, always_on, build_hooks, create_sinks, refuse_idle_options, select_hooks
 from ..option_words import option_text
 from ..preserved_streams import preserved_streams
-from ..state import deterministic, seed_everything
+from ..state import seed_everything
+from ..state.settings import deterministic
 from ..tensors import laid_out_like
 from ..training import Ranks, joined_process_group, quiet_graph_breaks
 from .checks import call_method, check_device, check_experiment

@@ -33,7 +33,7 @@ from ..errors import (
 from ..isolation import borrowed_extras
 from ..loops import Pauses, epoch_loop, step_loop
 from ..option_words import option_text
-from ..state import explain_nondeterminism
+from ..state.settings import explain_nondeterminism
 from ..training import check_metric
 from .checks import as_experiment_fault, check_numbers
 from .records import RunRecord

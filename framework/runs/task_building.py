@@ -6,7 +6,9 @@ from typing import Any
 
 from ..data import RowsOfRank, derived_seed
 from ..errors import unknown
-from ..state import RandomStreams, TrainingState, generators_of, seed_everything, split_groups
+from ..state import RandomStreams, TrainingState, seed_everything
+from ..state.generators import generators_of
+from ..state.parameter_groups import split_groups
 from ..training import Parallel, Precision, Ranks, TrainingTask, compile_model, parallelise
 from .checks import call_method, plain
 from .runner import ExperimentRunner

@@ -17,18 +17,21 @@ from torch.optim import Optimizer
 
 from ..registry import qualified
 from ..tensors import is_uninitialised, is_wrapper
-from .containers import MUTABLE_CONTAINERS, keys_of, refill, values_of
 from .digest import described
-from .objects import (
+from .values import (
     ABSENT,
     ATOMS,
+    MUTABLE_CONTAINERS,
     attributes_of,
     instance_attributes,
     is_code,
     is_frozen,
+    keys_of,
     native_of,
     read_native,
     referenced_objects,
+    refill,
+    values_of,
     write_attributes,
     write_native,
 )

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .objects import LIBRARIES
 from .parts import Part, StateObjects, Watched
+from .values import LIBRARIES
 
 # signal.getsignal converts to an enumeration in Python, which takes 1 µs per call; the C function below it takes 0.03.
 _getsignal: Callable[[int], Any] = import_module("_signal").getsignal

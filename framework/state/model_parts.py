@@ -24,13 +24,13 @@ from .attributes import (
     tensor_attributes,
 )
 from .compiled_code import note_trace, skips_frames
+from .generators import StreamState
 from .module_group import ModuleOrGroup
 from .node_hooks import NODE_HOOKS, is_recorded, newer_on_nodes
-from .objects import Transient
 from .parameter_groups import trained_by
 from .parts import Leaves, Part, StateObjects, Watched, nested
-from .random_streams import StreamState
 from .sharding import ShardingState
+from .values import Transient
 
 _grad = attrgetter("grad")
 # The tables of register_hook and register_post_accumulate_grad_hook; torch has no public function that lists hooks.

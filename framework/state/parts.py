@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .flags import GlobalFlags
+from .generators import RandomStreams, StreamState
 from .module_group import ModuleGroup, ModuleOrGroup
-from .objects import attributes_of
-from .random_streams import RandomStreams, StreamState
+from .settings import GlobalFlags
 from .sharding import FullSharding
+from .values import attributes_of
 
 Leaves = Iterable[tuple[str, Any]]
 

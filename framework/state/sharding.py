@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ..errors import LoopscopeError
 from ..tensors import fully_sharded_modules
-from .containers import refill
 from .module_group import ModuleOrGroup
+from .values import refill
 
 _PLAIN = (bool, int, float, str, Enum, type(None))
 _UNDER_WAY = frozenset({"_modules_to_run_forward", "_post_forward_indices", "post_forward_order"})

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..tensors import addresses, attached, is_uninitialised
 from .attributes import HOOK_KIND, MAX_DEPTH, spaces_of_buffers
-from .containers import CONTAINERS, keys_of, refill, values_of
-from .objects import (
+from .values import (
+    CONTAINERS,
     IMMUTABLE,
     REFERRING,
     Slots,
@@ -23,9 +23,12 @@ from .objects import (
     is_frozen,
     is_of_library,
     is_opaque,
+    keys_of,
     native_of,
     read_native,
     referenced_objects,
+    refill,
+    values_of,
     write_native,
 )
 

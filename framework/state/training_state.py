@@ -18,24 +18,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from ..accelerators import refuse_unprotected
 from ..errors import listed
 from ..registry import qualified
 from ..tensors import inner_tensors, is_shared_memory
-from .accelerators import refuse_unprotected
 from .attributes import space_of
-from .containers import MUTABLE_CONTAINERS, keys_of, values_of
 from .deferred_calls import DeferredCalls
 from .digest import described, digest
+from .generators import Generator, StreamState, from_plain, generators_of_methods, plain
 from .model_parts import MODEL_PARTS, device_of
 from .parameter_groups import moments_of, trained_by
 from .parts import Leaves, Part, StateObjects, Watched, leaves_of, nested
-from .private_generators import Generator, generators_of_methods
 from .protectable import named_tensors, refuse_unprotectable
-from .random_streams import StreamState, from_plain, plain
 from .sharding import FullSharding
-from .short_names import short_name
 from .structure import Structure
 from .update_parts import UPDATE_PARTS, extra_attributes, optimizers_of
+from .values import MUTABLE_CONTAINERS, keys_of, short_name, values_of
 
 Item = TypeVar("Item")
 MAX_NAMED_DEPTH = 4

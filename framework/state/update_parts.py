@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .attributes import HOOK_TABLES, MODULE_ATTRIBUTES, is_hook_table, space_of, spaces_of_buffers, without_hooks
+from .generators import StreamState
 from .model_parts import GRADIENT_HOOKS, InternalHook, from_plain_forms, hook_tables, plain_forms
-from .objects import ATOMS, Slots, attributes_of
 from .parameter_groups import (
     SPLIT_FROM,
     groups_of,
@@ -22,8 +22,8 @@ from .parameter_groups import (
     trained_by,
 )
 from .parts import Leaves, Part, StateObjects, Watched, nested
-from .random_streams import StreamState
 from .structure import Structure
+from .values import ATOMS, Slots, attributes_of
 
 
 def _with_forms_of_objects(moments: Any, forms: Any) -> Any:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from loopscope.checkpoints import RunState
 from loopscope.errors import StateMutationError
 from loopscope.hooks import HookPoint, InterventionHook, TrainingHook, windows_for
-from loopscope.state.flags import GlobalFlags
+from loopscope.state.settings.flags import GlobalFlags
 
 from tests.support import CASES, Case, RecordingSink, Run, SpyHook, assert_same_bytes, at, bare_run, differences, train
 from tests.support.cases import some_of

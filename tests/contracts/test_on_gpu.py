@@ -10,7 +10,8 @@ from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConf
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.runs import build_run
-from loopscope.state import TrainingState, deterministic, without_on_demand
+from loopscope.state import TrainingState, without_on_demand
+from loopscope.state.settings import deterministic
 from loopscope.training import TrainingTask
 
 from tests.contracts.test_hooks import HEALTH, QUIET, make

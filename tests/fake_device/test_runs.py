@@ -7,12 +7,13 @@ from typing import Any
 import loopscope
 import pytest
 import torch
+from loopscope import accelerators
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
 from loopscope.hooks import HookPoint
 from loopscope.runs import RunOptions, Session
 from loopscope.sinks import CSVSink, JSONLSink
-from loopscope.state import RandomStreams, TrainingState, accelerators, seed_everything, without_on_demand
+from loopscope.state import RandomStreams, TrainingState, seed_everything, without_on_demand
 from loopscope.training.profiler import start_peak_measurement
 from torch import nn
 from torch.amp import GradScaler

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from loopscope.errors import UnsuitableError
 from loopscope.hooks import OptimizerGroup
-from loopscope.state import number_or
+from loopscope.state.parameter_groups import number_or
 from loopscope.tensors import fully_sharded_modules, is_sharded
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer

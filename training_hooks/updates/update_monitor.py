@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from loopscope.errors import UsageError, require
 from loopscope.hooks import Remembered, Remembering
-from loopscope.state import learning_rate_of, number_or, rounds_stochastically
+from loopscope.state.parameter_groups import learning_rate_of, number_or, rounds_stochastically
 from loopscope.tensors import groups_of, over_shards, trainable
 from torch import Tensor, nn
 from torch.optim import Optimizer

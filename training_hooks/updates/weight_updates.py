@@ -9,7 +9,7 @@ from typing import Any
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError, require
 from loopscope.hooks import Alert, Metrics, RunInfo, Severity
-from loopscope.state import number_or
+from loopscope.state.parameter_groups import number_or
 from loopscope.tensors import trainable
 
 from ..measures import Alerts

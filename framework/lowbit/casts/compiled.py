@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ...state import entered_modes
+from ...state.settings import entered_modes
 
 SWITCH = "LOOPSCOPE_COMPILE_CASTS"  # environment variable; 0 disables compilation
 SMALLEST = 2**12  # number of elements at which a compiled call becomes faster than several uncompiled operations

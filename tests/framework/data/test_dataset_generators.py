@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from loopscope.data.generators import dataset_generators, restorer, undisturbed
-from loopscope.state.private_generators import seed_generator
+from loopscope.state.generators.private_generators import seed_generator
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 KINDS = {

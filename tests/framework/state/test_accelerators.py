@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from loopscope import accelerators
 from loopscope.errors import UsageError
-from loopscope.state import RandomStreams, TrainingState, accelerators, seed_everything
-from loopscope.state.flags import GlobalFlags
+from loopscope.state import RandomStreams, TrainingState, seed_everything
+from loopscope.state.settings.flags import GlobalFlags
 from loopscope.training.profiler import start_peak_measurement
 from torch import nn
 
@@ -47,7 +48,7 @@ def install(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: DEVICE)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-        monkeypatch.setattr("loopscope.state.random_streams.is_present", lambda: True)
+        monkeypatch.setattr("loopscope.state.generators.random_streams.is_present", lambda: True)
         accelerators._has_readable_generator.cache_clear()
         return generator
 

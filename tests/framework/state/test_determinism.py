@@ -13,8 +13,8 @@ from loopscope import training_hooks
 from loopscope.cli import main
 from loopscope.errors import HookError
 from loopscope.hooks import HookPoint, TrainingHook
-from loopscope.state import deterministic, explain_nondeterminism, settings
-from loopscope.state.flags import CUBLAS, NotDeterministicError
+from loopscope.state.settings import deterministic, explain_nondeterminism, settings
+from loopscope.state.settings.flags import CUBLAS, NotDeterministicError
 
 from tests.framework.runs.small_experiment import Small, read_json, registered, session
 
@@ -146,7 +146,7 @@ def test_compiler_gets_setting_without_early_import() -> None:
     program = """
 import sys, torch
 from loopscope.training.compilation import compile_model
-from loopscope.state.flags import deterministic
+from loopscope.state.settings.flags import deterministic
 with deterministic(on=True):
     assert torch.are_deterministic_algorithms_enabled()
     assert "torch._inductor" not in sys.modules

@@ -1,7 +1,7 @@
 import pytest
 import torch
-from loopscope.state import entered_modes, leave_modes
-from loopscope.state.flags import _CUDA_CHOICES, GlobalFlags, _choice
+from loopscope.state.settings import entered_modes, leave_modes
+from loopscope.state.settings.flags import _CUDA_CHOICES, GlobalFlags, _choice
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (

@@ -7,9 +7,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from loopscope.state import RandomStreams, generator_memory, seed_everything
-from loopscope.state.generator_memory import MemoryAccess, find_access
-from loopscope.state.global_generators import DocumentedAccess
+from loopscope.state import RandomStreams, seed_everything
+from loopscope.state.generators import generator_memory
+from loopscope.state.generators.generator_memory import MemoryAccess, find_access
+from loopscope.state.generators.global_generators import DocumentedAccess
 
 DOCUMENTED = DocumentedAccess()
 
@@ -89,7 +90,7 @@ torch.set_default_device("meta")
 torch.set_default_dtype(torch.float64)
 with torch.inference_mode():
     from loopscope import cli, experiments, integrations, report, runs, sinks, training_hooks
-    from loopscope.state import random_streams
+    from loopscope.state.generators import random_streams
     from loopscope.tensors import guards
 assert type(random_streams._ACCESS).__name__ == "MemoryAccess"
 assert guards.is_available

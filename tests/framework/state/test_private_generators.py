@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from loopscope.state import RandomStreams, TrainingState
-from loopscope.state.private_generators import generators_of, generators_of_methods
+from loopscope.state.generators.private_generators import generators_of, generators_of_methods
 from torch import nn
 
 from tests.support import noise_source

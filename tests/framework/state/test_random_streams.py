@@ -8,9 +8,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import UsageError
-from loopscope.state import RandomStreams, random_streams, seed_everything
-from loopscope.state.generator_memory import find_access
-from loopscope.state.global_generators import DocumentedAccess
+from loopscope.state import RandomStreams, seed_everything
+from loopscope.state.generators import random_streams
+from loopscope.state.generators.generator_memory import find_access
+from loopscope.state.generators.global_generators import DocumentedAccess
 
 DRAWS = {
     "torch": lambda: torch.rand(1).item(),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
+from .errors import UsageError
 
 # Cached, since torch may query the driver each time, and every call of a hook reads the state of the generators.
 is_present = cache(torch.accelerator.is_available)

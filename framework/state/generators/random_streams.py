@@ -15,9 +15,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..errors import UsageError, notice
-from ..preserved_streams import threads_of_script
-from .accelerators import devices_in_use, generator_state, is_present, seed_generators, set_generator_state
+from ...accelerators import devices_in_use, generator_state, is_present, seed_generators, set_generator_state
+from ...errors import UsageError, notice
+from ...preserved_streams import threads_of_script
 from .generator_memory import find_access
 from .global_generators import TWISTER, GlobalStates
 from .private_generators import Generator, read_generator, seed_generator, write_generator

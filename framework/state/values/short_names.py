@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import shortened
+from ...errors import shortened
 from .objects import ATOMS
 
 LONGEST_NAME = 40

@@ -16,10 +16,10 @@ from torch.nn.modules import module as module_hooks
 from torch.utils import _device as default_device
 from torch.utils import _python_dispatch
 
-from ..errors import LoopscopeError
-from ..option_words import option_text
-from .accelerators import UNSUPPORTED, devices_in_use
-from .objects import Transient
+from ...accelerators import UNSUPPORTED, devices_in_use
+from ...errors import LoopscopeError
+from ...option_words import option_text
+from ..values import Transient
 
 # Any, since the stubs of torch._C lack most of the functions used here.
 _C: Any = torch._C

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..tensors import bytes_at
+from ...tensors import bytes_at
 from .global_generators import TWISTER, WORDS, DocumentedAccess, GlobalStates
 
 _RANDOM_STATE: Any = np.random.random_sample.__self__  # type: ignore[attr-defined]  # the generator of the module's functions

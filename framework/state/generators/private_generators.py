@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from .objects import ATOMS, LIBRARIES, is_of_library, read_native, write_native
+from ..values import ATOMS, LIBRARIES, is_of_library, read_native, write_native
 
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 ENTRIES = ("forward", "__call__", "compute_loss", "training_step")
