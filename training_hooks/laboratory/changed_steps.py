@@ -87,18 +87,14 @@ class ChangedSteps:
                 self._reset_optimizer()
             yield
 
-    def take(self, batch: Batch) -> Tensor:
-        """Take a step with the change, and return its loss in float64."""
-        return self._model_ctx.take_step(batch, passes=self.passes(), **self._options).double()
+    def take(self, batch: Batch, *, changed: bool = True) -> Tensor:
+        """Take a step with the change, or without it except for the precision, and return its loss in float64."""
+        return self._model_ctx.take_step(batch, passes=self.passes(), **(self._options if changed else {})).double()
 
-    def take_unchanged(self, batch: Batch) -> Tensor:
-        """Take a step without the change, except for the precision, and return its loss in float64."""
-        return self._model_ctx.take_step(batch, passes=self.passes()).double()
-
-    def loss(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch in float64."""
+    def losses(self, batches: Iterable[Batch]) -> Tensor:
+        """Return the losses of batches; shape (batches,), float64."""
         with self.passes():
-            return self._model_ctx.compute_batch_loss(batch).double()
+            return torch.stack([self._model_ctx.compute_batch_loss(batch) for batch in batches]).double()
 
     def _reset_optimizer(self) -> None:
         """Set the initial sums, moments and step counts of the optimizer to zero."""

@@ -199,7 +199,7 @@ class Trials:
     def _has_low_precision(self) -> bool:
         """Whether a forward pass computes in float16 or bfloat16."""
         steps = ChangedSteps(self.model_ctx, CHANGES["float32"])
-        steps.loss(self._batches.fixed[0][0])
+        steps.losses(self._batches.fixed[0][:1])
         return steps.converted_count > 0
 
     def _rises(self, change: TrialChange) -> list[float]:
@@ -255,7 +255,7 @@ class Trials:
                 for batch in order:
                     losses.append(steps.take(batch))
                     overwrite(parameters, start)
-                losses.append(torch.stack([steps.loss(batch) for batch in fixed]).mean())
+                losses.append(steps.losses(fixed).mean())
             branches.append(torch.stack(losses))
         return torch.stack(branches).cpu()  # one transfer to the host
 

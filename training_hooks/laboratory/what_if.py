@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from operator import itemgetter
 from typing import Any
@@ -127,28 +128,31 @@ class WhatIf(BranchesHook):
         """Run the branches before the step; measure its effect before the next one."""
         with eagerly():
             coming = coming_batches(model_ctx.loader, self.step, parts_in(run_ctx.batch_data))
-            branches = Branches(model_ctx, [*islice(coming, FOLLOWING_BATCHES)], self.follow)
+            ahead = [*islice(coming, FOLLOWING_BATCHES)]
             if run_ctx.step > self.step:
-                return self._after_step(branches)
+                return self._after_step(model_ctx, ahead)
             fresh = exclude_shared_rows(run_ctx.batch_data, [*islice(coming, self.fresh)], fewest=2)
             self._before = copied(trainable(model_ctx.model))
-            return self._branches(run_ctx, branches, fresh)
+            return self._branches(run_ctx, model_ctx, ahead, fresh)
 
-    def _branches(self, run_ctx: RunDataContext, branches: "Branches", fresh: Sequence[Batch]) -> Metrics:
-        model_ctx, batch = branches.model_ctx, run_ctx.batch_data
+    def _branches(
+        self, run_ctx: RunDataContext, model_ctx: ModelDataContext, ahead: Sequence[Batch], fresh: Sequence[Batch]
+    ) -> Metrics:
+        batch = run_ctx.batch_data
         row_values, outlier_places = self._rows(run_ctx, model_ctx, fresh)
         part = [without_rows(batch, outlier_places)] if 0 < len(outlier_places) < rows(batch) else []
         same, wide = ChangedSteps(model_ctx, UNCHANGED), ChangedSteps(model_ctx, CHANGES["float32"])
+        run = partial(self._run, ahead=ahead, before=same.losses(ahead))
         results = {
-            "as_it_was": [branches.run(batch, same, draws=draws) for draws in range(5)],
-            "fresh": [branches.run(other, same) for other in fresh],
+            "as_it_was": [run(same, batch, draws=draws) for draws in range(5)],
+            "fresh": [run(same, other) for other in fresh],
         }
         for change in self._changes(run_ctx, has_part=bool(part)):
             layer = model_ctx.model.get_submodule(self.layer) if change.name == "layer_in_float32" else None
             steps = ChangedSteps(model_ctx, change, usual_norm=self.usual_norm, layer=layer)
             steps = wide if change.name == "float32" else steps
             with suppress(*REFUSED_BY.get(change.name, ())):
-                results[change.name] = [branches.run(part[0] if change.replaces_rows else batch, steps)]
+                results[change.name] = [run(steps, part[0] if change.replaces_rows else batch)]
         numbers = {
             name: {branch: [values[place] for values in trials] for branch, trials in results.items()}
             for place, name in enumerate(("loss", "effect", "later"))
@@ -159,6 +163,25 @@ class WhatIf(BranchesHook):
             with wide.passes():
                 numbers["size"]["float32"] = [self._size(model_ctx, batch)]
         return {**numbers, "low_precision": wide.converted_count, "rows": row_values, "standing_out": outlier_places}
+
+    def _run(
+        self, steps: ChangedSteps, batch: Batch, *, ahead: Sequence[Batch], before: Tensor, draws: int = 0
+    ) -> tuple[float, float, float]:
+        """Take a step and return its loss, its immediate effect, and the rise of the loss over the following steps.
+
+        Args:
+            steps: the step with its change.
+            batch: the batch of the step.
+            ahead: the following batches.
+            before: their losses before the step, without a change.
+            draws: count of random numbers to draw before the step, which changes the dropout masks.
+        """
+        with steps.branch(draws):
+            before = before if steps.change.precision is None else steps.losses(ahead)
+            loss = steps.take(batch)
+            after = steps.losses(ahead)
+            later = torch.stack([steps.take(following, changed=False) for following in ahead[: self.follow]])
+        return float(loss), float((after - before).mean()), float((later - before[: len(later)]).mean())
 
     def _changes(self, run_ctx: RunDataContext, *, has_part: bool) -> list[TrialChange]:
         """Return the possible changes of the step; ``has_part``: if rows can be left out."""
@@ -200,15 +223,16 @@ class WhatIf(BranchesHook):
             measured = torch.cat([measured, torch.tensor([sizes], dtype=torch.float64)])
         return measured
 
-    def _after_step(self, branches: "Branches") -> Metrics:
+    def _after_step(self, model_ctx: ModelDataContext, ahead: Sequence[Batch]) -> Metrics:
         """Return the effect of the run's own step, and of restoring a single element that changed."""
         if not self._before:  # the hook did not run at the step itself
             return {}
-        model_ctx, parameters = branches.model_ctx, trainable(branches.model_ctx.model)
+        parameters, same = trainable(model_ctx.model), ChangedSteps(model_ctx, UNCHANGED)
+        after = same.losses(ahead)
         with model_ctx.branch():
             overwrite(parameters, self._before)
-            before = branches.losses()
-        metrics: dict[str, Any] = {"effect": {"run": float((branches.before - before).mean())}}
+            before = same.losses(ahead)
+        metrics: dict[str, Any] = {"effect": {"run": float((after - before).mean())}}
         common = {name: leaf for name, leaf in parameters.items() if name in self._before}
         changes = [(name, *_most_changed(self._before[name], leaf)) for name, leaf in common.items()]
         name, place, ratio, sizes = max(changes, key=itemgetter(2), default=("", 0, 0.0, ()))
@@ -216,42 +240,12 @@ class WhatIf(BranchesHook):
             old, new = (float(leaf.detach().flatten()[place]) for leaf in (self._before[name], parameters[name]))
             with model_ctx.branch(), torch.no_grad():
                 parameters[name][torch.unravel_index(torch.tensor(place), parameters[name].shape)] = old
-                metrics["effect"]["element_restored"] = float((branches.losses() - before).mean())
+                metrics["effect"]["element_restored"] = float((same.losses(ahead) - before).mean())
             metrics["element"] = {name: [place, old, new]}
             if self.watch == f"update/{name}":
                 metrics["size"] = dict(zip(("run", "element_restored"), sizes, strict=True))
         self._before = {}
         return metrics
-
-
-class Branches:
-    """Trial steps from the current state, each rolled back, with their effect at once and ``follow`` steps later."""
-
-    def __init__(self, model_ctx: ModelDataContext, ahead: Sequence[Batch], follow: int) -> None:
-        self.model_ctx, self._ahead, self._follow = model_ctx, ahead, ahead[:follow]
-        self._unchanged = ChangedSteps(model_ctx, UNCHANGED)
-        self.before = self.losses()
-        """The losses of the following batches in the current state."""
-
-    def losses(self, steps: ChangedSteps | None = None) -> Tensor:
-        """Return the losses of the following batches; shape (batches,), float64."""
-        return torch.stack([(steps or self._unchanged).loss(batch) for batch in self._ahead])
-
-    def run(self, batch: Batch, steps: ChangedSteps, *, draws: int = 0) -> tuple[float, float, float]:
-        """Take a step and return its loss, its immediate effect, and the rise of the loss over the following steps.
-
-        Args:
-            batch: the batch of the step.
-            steps: the step with its change.
-            draws: count of random numbers to draw before the step, which changes the dropout masks.
-        """
-        with steps.branch(draws):
-            before = self.before if steps.change.precision is None else self.losses(steps)
-            loss = steps.take(batch)
-            after = self.losses(steps)
-            later = [steps.take_unchanged(following) for following in self._follow]
-        effects = ((after - before).mean(), (torch.stack(later) - before[: len(later)]).mean())
-        return (float(loss), *map(float, effects))  # type: ignore[return-value]
 
 
 def _most_changed(before: Tensor, after: Tensor) -> tuple[int, float, Sequence[float]]:
