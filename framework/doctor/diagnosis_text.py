@@ -82,21 +82,17 @@ class Diagnosis:
         return content | {name: sentences for name, sentences in lists.items() if sentences}
 
 
-def diagnosis_lines(diagnosis: Diagnosis, width: int = 100, most: int | None = None) -> list[str]:
+def diagnosis_lines(diagnosis: Diagnosis, width: int = 100) -> list[str]:
     """Return the lines of a diagnosis: the verdict, then each finding, most important first.
 
     Args:
         diagnosis: the findings.
         width: the largest length of a line.
-        most: the largest number of findings; the number of the others is stated.
     """
-    findings = list(diagnosis)[:most]
     has_problem = bool(diagnosis.at_least("warning"))
     lines = [] if has_problem else textwrap.wrap(diagnosis.verdict, width, subsequent_indent=INDENT)
-    for finding in findings:
+    for finding in diagnosis:
         lines += finding_lines(finding, width)
-    if left := len(diagnosis) - len(findings):
-        lines.append(f"{left} more with loopscope doctor RUN.")
     missing = [item for item in diagnosis.missing if has_problem or item not in diagnosis.unchecked]
     for sentence in (*diagnosis.untested, *missing):
         lines += textwrap.wrap(sentence, width, subsequent_indent=INDENT)
@@ -116,19 +112,18 @@ def finding_lines(finding: Finding, width: int = 100) -> Iterator[str]:
             )
 
 
-def brief_lines(diagnosis: Diagnosis, width: int | None = None, most: int = MOST_BRIEF) -> list[str]:
+def brief_lines(diagnosis: Diagnosis, width: int | None = None) -> list[str]:
     """Return the most important findings above ``info``: of each what is wrong, and what to do next.
 
     Args:
         diagnosis: the findings.
         width: the columns in which longer lines are wrapped, or ``None`` for one line each.
-        most: the largest number of findings; the number of the others is stated.
     """
     findings = diagnosis.at_least("warning")
     lines = []
-    for finding in findings[:most]:
+    for finding in findings[:MOST_BRIEF]:
         lines += [f"{finding.severity}: {finding.id}, {finding.when}: {finding.why}", f"{INDENT}next: {finding.next}"]
-    if left := len(findings) - len(findings[:most]):
+    if left := len(findings) - len(findings[:MOST_BRIEF]):
         lines.append(f"{INDENT}{left} more with loopscope doctor.")
     return lines if width is None else [part for line in lines for part in wrapped(line, width)]
 

@@ -1,10 +1,9 @@
 """Context managers that change buffers, modes, gradients or weights temporarily and always restore them."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from itertools import chain
 from typing import Any
 
 import torch
@@ -40,9 +39,9 @@ def borrowed_modes(owner: ModuleOrGroup, *, train: bool) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed_gradients(owner: ModuleOrGroup, others: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Run the body without gradients on the parameters of ``owner`` and ``others``, and restore them afterwards."""
-    gradients = [(parameter, parameter.grad) for parameter in chain(owner.parameters(), others)]
+def borrowed_gradients(owner: ModuleOrGroup) -> Iterator[None]:
+    """Run the body without gradients on the parameters of ``owner``, and restore them afterwards."""
+    gradients = [(parameter, parameter.grad) for parameter in owner.parameters()]
     try:
         for parameter, _ in gradients:
             parameter.grad = None
