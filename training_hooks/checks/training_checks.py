@@ -420,7 +420,7 @@ class TrainingChecks(TrainingHook):
         targets = target_facts(parts, ignored)
         if not passes or not all(map(reduces_targets_alike, passes)):
             targets.pop("padding_fraction", None)
-        elif passes[0].class_count and "padding_fraction" not in targets:
+        elif passes[0].class_count and "padding_fraction" not in targets and _predicts_its_inputs(parts, passes):
             of_inputs = target_facts(with_own_targets(parts), ignored)
             targets |= {name: value for name, value in of_inputs.items() if name == "padding_fraction"}
         shares = [one.ignored_fraction for one in passes if one.ignored_fraction is not None]
@@ -479,6 +479,11 @@ class TrainingChecks(TrainingHook):
     def is_urgent(self, metrics: Metrics) -> bool:
         """Return whether these are the metrics of one of the first checks, which show most mistakes."""
         return self._step <= LAST_URGENT and not metrics.keys() <= EVERY_STEP_METRICS
+
+
+def _predicts_its_inputs(parts: Sequence[BatchPart], passes: Sequence[BackwardPass]) -> bool:
+    """Return whether the targets of the loss, if they are known, are tokens of the inputs, as in language models."""
+    return not passes[0].first_targets or bool(token_facts(parts, passes))
 
 
 def _continued(counts: Mapping[str, int], names: list[str]) -> dict[str, int]:
