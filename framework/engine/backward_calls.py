@@ -70,6 +70,10 @@ class BackwardCalls:
         if alarmed:
             self._others = []
 
+    def drop_last(self) -> None:
+        """Give the next pass of the step the index of the newest one, which it replaces."""
+        self._index -= 1
+
     def _call_one(self, hook: TrainingHook, loop: LoopState, context: BackwardContext) -> None:
         if hook in self._hooks.listeners.of_backward_passes:  # otherwise an earlier pass of the step has failed
             loop.loss = context.loss  # so that the checks of the gate include it

@@ -115,6 +115,10 @@ class Driver:
         if self._backward_calls.are_needed:
             self._backward_calls.call(self.loop, loss, divisor, is_scaled=is_scaled)
 
+    def drop_backward(self) -> None:
+        """Undo :meth:`before_backward` for a pass that is not one of the step."""
+        self._backward_calls.drop_last()
+
     def after_backward(self, loss: Tensor | None, *, skipped: bool = False) -> None:
         """Record the detached ``loss``, if known, and fire POST_BACKWARD; gradients are complete and unscaled."""
         loop = self.loop

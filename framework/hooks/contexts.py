@@ -226,7 +226,8 @@ class BackwardContext:
     epoch: int
     step: int
     index: int
-    """Number of backward passes of the step before this one."""
+    """Number of backward passes of the step before this one. A pass that fails, or does not reach the parameters, does
+    not count: the next one has the same index."""
     loss: Tensor = field(repr=False)
     """The tensor of which the gradients are computed, with its graph: zero-dimensional."""
     divisor: float

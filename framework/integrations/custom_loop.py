@@ -187,6 +187,8 @@ class CustomLoop(Transient):
         """The calls that the loop has used, and the sentences that were shown."""
         self._is_in_backward = False
         self._gradients: tuple[list[Any], list[Any]] | None = None  # before the backward pass in progress
+        self._was_shown = False
+        """Whether hooks have received the loss of the pass in progress."""
         self._probe: tuple[Any, Tensor, int] | None = None
         """A parameter that the newest observed pass has reached, its gradient, and the version of that."""
         self._scaled: Tensor | None = None
@@ -322,7 +324,8 @@ class CustomLoop(Transient):
                 self._driver.loop.batch = self._batch
             return
         self._passed = batch
-        if train and step.phase in (BETWEEN_STEPS, IN_STEP) and self._is_observable:
+        is_next = step.phase in (BETWEEN_STEPS, IN_STEP) or bool(step.stepped and not self._is_stepping())
+        if train and is_next and self._is_observable:
             self._drop_cleared_passes()
             self._open_step()
 
@@ -346,6 +349,7 @@ class CustomLoop(Transient):
             self._open_step()
         is_loss = len(roots) == 1 and not roots[0].ndim
         if is_loss and self._step.phase is IN_STEP and self._step.has_new_batch and self._driver.backward_callback:
+            self._was_shown = True
             with self._hook_calls:
                 self._driver.before_backward(roots[0], is_scaled=roots[0] is self._scaled)
         self._is_in_backward, self._gradients = True, self._read_gradients()
@@ -354,6 +358,7 @@ class CustomLoop(Transient):
         """Forget a pass that has raised an error."""
         if self._gradients is not None:
             self._is_in_backward, self._gradients, self._scaled = False, None, None
+            self._drop_shown_pass()
 
     def after_backward(self, roots: Sequence[Tensor]) -> None:
         """Count a pass that has reached the parameters."""
@@ -365,7 +370,9 @@ class CustomLoop(Transient):
         step = self._step
         is_of_shards = step.has_new_batch and bool(self._driver.task.ranks.shards)  # which keep gradients elsewhere
         if not (self._note_reached(before) or step.stepped_in_backward or is_of_shards):
+            self._drop_shown_pass()
             return
+        self._was_shown = False
         if step.phase is BETWEEN_STEPS and not (step.has_closure or self._has_batches):
             self._open_step()
             step = self._step
@@ -381,6 +388,12 @@ class CustomLoop(Transient):
         if step.stepped_in_backward:
             self._gradients_complete()
             self._end_step(skipped=False)
+
+    def _drop_shown_pass(self) -> None:
+        """Let the next pass replace the one that hooks were shown, which has failed or was of another model."""
+        if self._was_shown:
+            self._was_shown = False
+            self._driver.drop_backward()
 
     def on_gradients_used(self, gradients: Sequence[Tensor]) -> None:
         """Complete the step if gradients of its parameters are clipped, or their norm is computed."""
@@ -417,10 +430,12 @@ class CustomLoop(Transient):
 
     def _end_failed_update(self) -> None:
         """Count a step as skipped whose optimizer has raised an error, which the loop has caught."""
-        if self._step.phase is UPDATING and not self._step.stepped:
-            frame = sys._getframe(1)
-            if not any(item.runs_below(frame) for item in self._running):
-                self._end_step(skipped=True)
+        if self._step.phase is UPDATING and not self._step.stepped and not self._is_stepping():
+            self._end_step(skipped=True)
+
+    def _is_stepping(self) -> bool:
+        frame = sys._getframe(1)
+        return any(item.runs_below(frame) for item in self._running)
 
     def _drop_cleared_passes(self) -> None:
         """Forget observed passes whose gradients the loop has cleared since, such as those of another model's loss."""
@@ -833,6 +848,8 @@ class CustomLoop(Transient):
             if len(self._optimizers) > 1:
                 step.stepped.add(index)
                 if len(step.stepped) < len(self._optimizers):
+                    if self.arguments is not None and not self._is_bare:
+                        self.arguments.arm()  # the others may not take part in this step
                     return
             self._end_step(skipped=False)
 

@@ -73,8 +73,10 @@ class ForwardArguments(Transient):
         """Pass on the arguments of a pass that has begun before this object was armed."""
         if train:
             self.disarm()
-        self._has_received = True
         self._receive(batch, train=train)
+        if train:  # the pass may have ended the step before, which has armed this object
+            self.disarm()
+        self._has_received = True
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Note a pass of any module."""

@@ -22,8 +22,9 @@ class BackwardRecorder:
 
     def record(self, ctx: BackwardContext) -> None:
         """Append the description of the pass that starts next; without the gradients if the step is not due."""
-        if ctx.step != self._step or not ctx.index:
-            self._step, self._passes = ctx.step, ()
+        # A pass with the index of an earlier one replaces it.
+        earlier = self._passes[: ctx.index] if ctx.step == self._step else ()
+        self._step, self._passes = ctx.step, earlier
         described = self._described(ctx)
         if ctx.is_due:
             index, names = len(self._passes), tuple[str, ...]()

@@ -29,6 +29,7 @@ from tests.framework.observing.loops import (
     two_losses,
     weights,
 )
+from tests.support import SpyHook, at
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 GROUPS = ["health", "observers"]
@@ -175,6 +176,40 @@ def test_adversaries_are_separate_trainings(tmp_path: Path) -> None:
     second.close()
     assert (steps_of(first), steps_of(second)) == (STEPS, STEPS)
     assert second.last_metrics()["training_metrics/loss"] == pytest.approx(losses[-1])
+
+
+def test_losses_of_other_models_leave_no_finding(tmp_path: Path) -> None:
+    """The critic's loss runs the generator, does not reach it, and comes before its gradients are cleared."""
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+    first, second = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (generator, critic))
+    with loopscope.attach(generator, first, out=tmp_path / "generator", display="none") as scope:
+        for _ in range(STEPS):
+            second.zero_grad()
+            (critic(generator(torch.randn(4, 2)).detach()) - critic(torch.randn(4, 2))).mean().backward()
+            second.step()
+            first.zero_grad()
+            critic(generator(torch.randn(4, 2))).mean().backward()
+            first.step()
+        assert "gradients-not-zeroed" not in {finding.id for finding in scope.diagnose().findings}
+    assert steps_of(scope) == STEPS
+
+
+def test_rare_optimizer_keeps_every_step(tmp_path: Path) -> None:
+    """The second of two optimizers takes part in every second step."""
+    model = made()
+    optimizers = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 4)]
+    points: list[str] = []
+    spy = at(SpyHook, *ALL_POINTS)(lambda ctx: points.append(ctx.hook_point.name))
+    with loopscope.attach(model, optimizers, hooks=[spy], out=tmp_path / "run", display="none") as scope:
+        for step in range(STEPS):
+            inputs, targets = rows()
+            model.zero_grad()
+            functional.cross_entropy(model(inputs), targets).backward()
+            for optimizer in optimizers[: 1 + step % 2]:
+                optimizer.step()
+    assert steps_of(scope) == STEPS
+    assert points == [point.name for point in ALL_POINTS] * STEPS
 
 
 def test_nothing_remains_after_scopes_close(tmp_path: Path) -> None:
