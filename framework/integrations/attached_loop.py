@@ -1,6 +1,7 @@
 """The transitions of a loop that is not loopscope's own: its hooks, its :class:`.Run`, and the end of its epochs."""
 
 import atexit
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -91,6 +92,11 @@ def as_number(value: Any) -> float | None:
     if isinstance(value, (int, float)):
         return value
     return float(value) if isinstance(value, Real) else None  # such as numpy.float32
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    """Return all parameters of an optimizer."""
+    return [item for group in optimizer.param_groups for item in group["params"]]
 
 
 def is_attached(optimizer: Optimizer) -> bool:
@@ -701,7 +707,7 @@ class AttachedLoop:
     def _close_at_exit(self) -> None:
         """Close a run that is still open when the program ends, with the error that has ended the program, if any."""
         if END_OF_PROCESS:
-            self._at_exit(*END_OF_PROCESS[0]())
+            self._close_quietly(*END_OF_PROCESS[0]())
             return
         if (error := vars(sys).get("last_value")) is not None:
             is_interactive = hasattr(sys, "ps1")  # there it is the error of any earlier input
@@ -715,6 +721,36 @@ class AttachedLoop:
             "scope.close() after the loop, or use `with loopscope.attach(...) as scope`."
         )
         self._at_exit("interrupted" if self._ranks.are_many else "completed", None)  # other ranks may be gone
+
+    def _close_quietly(self, status: str, error: BaseException | None) -> None:
+        """Close the run of a script that does not know of it, which a failure must not reach."""
+        try:
+            self._at_exit(status, error)
+        except SystemExit:  # stop_after, or a finding at the last step
+            pass
+        except Exception as failure:
+            warn(f"The run in {short_path(self.path)} ended with an error: {with_lines(failure)}.")
+
+
+def close_open_runs(
+    status: str, error: BaseException | None, concerns: Callable[[AttachedLoop], bool] = lambda attached: True
+) -> None:
+    """Close the open runs of a watched process that an event ``concerns``."""
+    for attached in [*_OPEN.values()]:
+        if concerns(attached):
+            attached._close_quietly(status, error)
+
+
+def _forget_open_runs() -> None:
+    """Leave the open runs to the process that has started them, in a forked one."""
+    for attached in [*_OPEN.values()]:
+        attached.is_closed = True
+        atexit.unregister(attached._close_at_exit)
+    _OPEN.clear()
+    _TRAINED.clear()
+
+
+os.register_at_fork(after_in_child=_forget_open_runs)
 
 
 def _without_evaluation(model: nn.Module) -> dict[str, float]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from threading import get_ident
 from types import FrameType
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from ..doctor.senses import EvaluationModes
 from ..errors import RunNotice, UsageError, notice, require, warn
 from ..hooks import Alert, HookPoint
 from ..observing import listen, stop_listening
+from ..runs import status_after
 from ..state import Transient, uncompiled, visited
 from .attached_loop import AttachedLoop, Result
 from .forward_arguments import ForwardArguments
@@ -199,6 +201,7 @@ class CustomLoop(Transient):
         self.arguments: ForwardArguments | None = None
         """Finds the batches, until the loop reports batches of tensors."""
         self._passed: Batch = NO_ROWS  # the arguments of the newest pass
+        self.thread: int | None = None
         if called is not None:
             self.arguments = ForwardArguments((model, called), self._on_pass, self._hook_calls.is_entered)
             self.arguments.arm()
@@ -323,7 +326,7 @@ class CustomLoop(Transient):
                 step.batches[-1] = batch
                 self._driver.loop.batch = self._batch
             return
-        self._passed = batch
+        self._passed, self.thread = batch, get_ident()
         is_next = step.phase in (BETWEEN_STEPS, IN_STEP) or bool(step.stepped and not self._is_stepping())
         if train and is_next and self._is_observable:
             self._drop_cleared_passes()
@@ -741,10 +744,10 @@ class CustomLoop(Transient):
                 if self._attached.manager.counts_epochs:  # the step loop does not count an incomplete pass
                     self.end_epoch({})
         except BaseException as raised:
-            status, error = "failed", raised
+            status, error = status_after(raised), raised
             raise
         finally:
-            self._attached.end(status, error)
+            self._attached.end(status, None if status == "completed" else error)
 
     def _stop_observing(self) -> None:
         stop_listening(self)

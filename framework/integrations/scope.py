@@ -9,8 +9,10 @@ from typing import Any, Self, TypeVar, cast
 from rich.console import Group
 from rich.jupyter import JupyterMixin
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..checkpoints import allocate_saved, flatten_state
+from ..combined_optimizers import separate_optimizers
 from ..data import Loader
 from ..doctor import Diagnosis, diagnosis_with
 from ..errors import HookMisuseError, UsageError, notice, require
@@ -70,6 +72,15 @@ class AttachedScope(JupyterMixin):
     def folder(self) -> Path:
         """The folder of the run, readable by ``loopscope ls``, ``show`` and ``plot``."""
         return self._attached.path
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of the training."""
+        return separate_optimizers(self._attached.driver.task.optimizer)
+
+    def is_of(self, attached: AttachedLoop) -> bool:
+        """Return whether a loop is the one of this scope."""
+        return attached is self._attached
 
     @property
     def hooks(self) -> list[str]:

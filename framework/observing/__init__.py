@@ -1,6 +1,14 @@
 """Events of a loop that is not loopscope's own, noticed at the functions of torch that every loop calls."""
 
 from .events import listen, stop_listening
-from .found_parts import modules_over, optimizers_over, scaler_in_use, schedulers_of
+from .found_parts import modules_over, optimizers_over, referred_by_callers, scaler_in_use, schedulers_of
 
-__all__ = ["listen", "modules_over", "optimizers_over", "scaler_in_use", "schedulers_of", "stop_listening"]
+__all__ = [
+    "listen",
+    "modules_over",
+    "optimizers_over",
+    "referred_by_callers",
+    "scaler_in_use",
+    "schedulers_of",
+    "stop_listening",
+]

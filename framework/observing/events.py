@@ -10,6 +10,7 @@ The wrappers are installed while any loop listens, and call torch's own function
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -25,6 +26,9 @@ from ..state import uncompiled
 
 class LoopEvents(Protocol):
     """What a loop receives; each method returns at once if the loop does not expect the event."""
+
+    thread: int | None
+    """The thread of its newest pass, whose events it receives; those of all threads if no pass was seen."""
 
     def on_scale(self, scaler: GradScaler, scaled: Any) -> None:
         """A scaler has multiplied a loss."""
@@ -55,6 +59,11 @@ def listen(loop: LoopEvents) -> None:
         _LISTENING.add(loop)
         for place in _PLACES:
             place.install()
+
+
+def _told() -> list[LoopEvents]:
+    here = get_ident()
+    return [loop for loop in [*_LISTENING] if loop.thread in (None, here)]
 
 
 def stop_listening(loop: LoopEvents) -> None:
@@ -94,7 +103,7 @@ def _observed_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     def backward(*args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else kwargs.get("tensors", ())
         roots = [given] if isinstance(given, Tensor) else [item for item in given if isinstance(item, Tensor)]
-        told = [*_LISTENING]
+        told = _told()
         for loop in told:
             loop.before_backward(roots)
         try:
@@ -112,7 +121,7 @@ def _observed_backward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _observed_grouping(function: Callable[..., Any]) -> Callable[..., Any]:
     def group_tensors_by_device_and_dtype(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        for loop in [*_LISTENING]:
+        for loop in _told():
             loop.on_gradients_used(tensors[0])
         return function(tensors, *args, **kwargs)
 
@@ -122,7 +131,7 @@ def _observed_grouping(function: Callable[..., Any]) -> Callable[..., Any]:
 def _observed_scale(function: Callable[..., Any]) -> Callable[..., Any]:
     def scale(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         scaled = function(scaler, *args, **kwargs)
-        for loop in [*_LISTENING]:
+        for loop in _told():
             loop.on_scale(scaler, scaled)
         return scaled
 
@@ -131,7 +140,7 @@ def _observed_scale(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _observed_unscale(function: Callable[..., Any]) -> Callable[..., Any]:
     def unscale(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        for loop in [*_LISTENING]:
+        for loop in _told():
             loop.on_unscale(optimizer)
         return function(scaler, optimizer, *args, **kwargs)
 

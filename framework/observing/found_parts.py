@@ -20,7 +20,7 @@ def optimizers_over(parameters: Iterable[Any]) -> list[Optimizer]:
     own = {id(parameter) for parameter in parameters}
     found = [item for item in _objects((Optimizer,)) if own & _ids_of(item)]
     found = [item for item in found if not _held_by(item)]
-    referred = _referred_by_callers() if len(found) > 1 else set()
+    referred = referred_by_callers() if len(found) > 1 else set()
     chosen: list[Optimizer] = []
     for item in sorted(reversed(found), key=lambda one: id(one) not in referred):
         if not any(_ids_of(item) & _ids_of(other) for other in chosen):
@@ -62,7 +62,7 @@ def schedulers_of(optimizer: Optimizer) -> list[Any]:
 def scaler_in_use() -> GradScaler | None:
     """Return the only enabled scaler of losses that the calling functions refer to, if there is one."""
     found = [item for item in _objects((GradScaler,)) if item.is_enabled()]
-    referred = _referred_by_callers() if found else set()
+    referred = referred_by_callers() if found else set()
     found = [item for item in found if id(item) in referred]
     return found[0] if len(found) == 1 else None
 
@@ -72,7 +72,7 @@ def _objects(kinds: tuple[type, ...]) -> list[Any]:
     return [item for item in gc.get_objects() if issubclass(type(item), kinds)]
 
 
-def _referred_by_callers() -> set[int]:
+def referred_by_callers() -> set[int]:
     """Return the ids of the variables of all calling functions, and of the attributes of their objects."""
     referred, frame = set[int](), sys._getframe(1)
     above: FrameType | None = frame

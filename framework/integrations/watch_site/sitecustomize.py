@@ -16,6 +16,7 @@ from typing import Any
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _OPTIMIZERS = "torch.optim.optimizer"
+_GROUPS = "torch.distributed.distributed_c10d"
 _TRAINERS = {
     "transformers.trainer": "train",
     "lightning.pytorch.trainer.trainer": "fit",
@@ -73,6 +74,8 @@ def _on_import(module: Any) -> None:
         if _SHIFT:
             _shift_generators(sys.modules["torch"], _SHIFT)
         _after(module.Optimizer, "__init__", lambda optimizer, *_: _tell("on_optimizer", optimizer))
+    elif name == _GROUPS:
+        _before(module, "destroy_process_group", lambda *_: _tell("on_group_end"))
     elif name in _TRAINERS:
         _before(module.Trainer, _TRAINERS[name], lambda trainer, *_: _tell("on_trainer", trainer))
     else:
@@ -132,7 +135,7 @@ class _Finder:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         is_seeding = name in _SEEDING and _SHIFT
-        if name != _OPTIMIZERS and name not in _TRAINERS and name not in _REPORTS and not is_seeding:
+        if name not in (_OPTIMIZERS, _GROUPS) and name not in _TRAINERS and name not in _REPORTS and not is_seeding:
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):

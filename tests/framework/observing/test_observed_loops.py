@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import loopscope
@@ -255,3 +256,28 @@ def test_reported_numbers_are_recorded(tmp_path: Path) -> None:
     values = [line["reported/val_loss"] for line in lines if "reported/val_loss" in line]
     assert values == [{"steps": [6, 12], "values": [0.5, 0.25]}]
     assert scope._attached.driver.loop.evaluation == {"val_loss": 0.25}
+
+
+def test_passes_of_other_threads_are_not_counted(tmp_path: Path) -> None:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, targets = rows()
+    earlier = functional.cross_entropy(model(inputs), targets)
+    with loopscope.attach(model, optimizer, hooks=[], out=tmp_path / "run", display="none") as scope:
+        loss = functional.cross_entropy(model(inputs), targets)
+        other = Thread(target=earlier.backward)
+        other.start()
+        other.join()
+        loss.backward()
+        optimizer.step()
+    assert steps_of(scope) == 1
+    assert scope.last_metrics()["training_metrics/loss"] == pytest.approx(loss.item())
+
+
+def test_steps_that_are_asked_for_are_a_success(tmp_path: Path) -> None:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"hooks": [], "out": tmp_path / "run", "display": "none"}
+    with pytest.raises(SystemExit), loopscope.attach(model, optimizer, stop_after=3, **options):
+        plain(model, optimizer)
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"

@@ -156,3 +156,71 @@ def test_wrong_commands_are_refused(tmp_path: Path, words: list[str], status: in
     watched = run(tmp_path, *words)
     assert (watched.returncode, sentence in watched.stderr) == (status, True)
     assert "Traceback" not in watched.stderr
+
+
+TRIALS = """
+import gc, weakref, torch
+from torch import nn
+models = []
+def trial(rate):
+    model = nn.Linear(4, 2)
+    models.append(weakref.ref(model))
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+for rate in (0.1, 0.2, 0.3):
+    trial(rate)
+gc.collect()
+print([model() is None for model in models])
+"""
+
+
+def test_models_of_ended_trials_are_freed(tmp_path: Path) -> None:
+    watched = run(tmp_path, sys.executable, script(tmp_path, text=TRIALS))
+    assert watched.stdout.split() == ["[True,", "True,", "False]"]  # the last run is open until the process ends
+    assert [summary(tmp_path, f"run_{index}")["steps"] for index in range(3)] == [3, 3, 3]
+
+
+@pytest.mark.slow
+def test_destroyed_process_group_leaves_a_complete_record(tmp_path: Path) -> None:
+    """The runs of two ranks end before the group through which they exchange data."""
+    wrapped = TRAINING.replace("optimizer = ", "model = nn.parallel.DistributedDataParallel(model)\noptimizer = ")
+    text = wrapped.replace("torch.manual_seed(0)", "torch.distributed.init_process_group('gloo')\ntorch.manual_seed(0)")
+    path = script(tmp_path, "torch.distributed.destroy_process_group()", text)
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path]
+    watched = run(tmp_path, *ranks)
+    assert (watched.returncode, "Traceback" in watched.stderr) == (0, False), watched.stderr
+    assert (summary(tmp_path)["status"], summary(tmp_path)["steps"]) == ("completed", 6)
+
+
+@pytest.mark.slow
+def test_forked_trainings_have_complete_records(tmp_path: Path) -> None:
+    """A process of multiprocessing ends without calling ``atexit``."""
+    lines = [line for line in TRAINING.splitlines() if line and not line.startswith(("import", "{"))]
+    text = "import sys, torch, multiprocessing\ndef train():\n    " + "\n    ".join(lines)
+    text += "\nchild = multiprocessing.get_context('fork').Process(target=train)\nchild.start()\nchild.join()\n"
+    watched = run(tmp_path, sys.executable, script(tmp_path, text=text))
+    assert watched.returncode == 0, watched.stderr
+    assert (summary(tmp_path)["status"], summary(tmp_path)["steps"]) == ("completed", 6)
+
+
+@pytest.mark.slow
+def test_first_closure_is_observed(tmp_path: Path) -> None:
+    text = """
+import torch
+from torch import nn
+model = nn.Linear(4, 2)
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.ones(8, 4)).square().mean()
+    loss.backward()
+    return loss
+for _ in range(4):
+    optimizer.step(closure)
+"""
+    watched = run(tmp_path, sys.executable, script(tmp_path, text=text))
+    assert watched.returncode == 0, watched.stderr
+    assert summary(tmp_path)["steps"] == 4
