@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial, wraps
 from threading import get_ident
 from types import FrameType
 from typing import Any, Protocol
@@ -22,10 +23,10 @@ from torch.optim import Optimizer
 from ..combined_optimizers import separate_optimizers
 from ..data import Batch, MicroBatches
 from ..doctor.senses import EvaluationModes
-from ..errors import RunNotice, UsageError, notice, require, warn
+from ..errors import LoopscopeError, RunNotice, UsageError, notice, require, warn, with_lines
 from ..hooks import Alert, HookPoint
 from ..observing import listen, stop_listening
-from ..runs import status_after
+from ..runs import attempt, status_after
 from ..state import Transient, uncompiled, visited
 from .attached_loop import AttachedLoop, Result
 from .forward_arguments import ForwardArguments
@@ -36,6 +37,11 @@ NO_ROWS: Batch = ()
 """The batch of a step whose forward pass was not seen."""
 BARE_POINTS = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
 """The hook points that work in a bare loop, of which only the calls of optimizer.step() are seen."""
+EVENTS = (
+    *("on_scale", "before_backward", "after_backward", "on_failed_backward", "on_gradients_used", "on_unscale"),
+    *("before_update", "after_update"),
+)
+"""The methods that a training calls unknowingly, besides those with the arguments of passes."""
 ADVICE = "iterate over scope.batches(loader) and call scope.backward(loss) in place of loss.backward()"
 
 
@@ -187,7 +193,7 @@ class CustomLoop(Transient):
         self._bare_points = BARE_POINTS
         self._used: set[str] = set()
         """The calls that the loop has used, and the sentences that were shown."""
-        self._is_in_backward = False
+        self._is_in_backward = self._is_given_up = False
         self._gradients: tuple[list[Any], list[Any]] | None = None  # before the backward pass in progress
         self._was_shown = False
         """Whether hooks have received the loss of the pass in progress."""
@@ -723,6 +729,30 @@ class CustomLoop(Transient):
         self.run_deferred_work()
         self._attached.place = {"loop": (self._is_in_epoch, self._is_data_exhausted, self._index)}
         return self._attached.state_dict()
+
+    def isolate_failures(self) -> None:
+        """Report an error of loopscope in one line, and let the training continue without it, which knows nothing."""
+        for name in EVENTS:
+            setattr(self, name, self._isolated(getattr(self, name)))
+        if self.arguments is not None:
+            self.arguments.receive_by(self._isolated(self._on_pass))
+
+    def _isolated(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def event(*inputs: Any, **options: Any) -> Any:
+            if self._is_given_up:
+                return None
+            try:
+                return function(*inputs, **options)
+            except Exception as error:
+                self._is_given_up = True
+                reason = str(error) if isinstance(error, LoopscopeError) else f"{with_lines(error)}."
+                sys.stderr.write(f"loopscope watch: {reason} This training continues without loopscope.\n")
+                self._handles = []  # not removed, since torch may iterate over them
+                attempt(partial(self.close, "failed", error))
+                return None
+
+        return event
 
     def close(self, status: str, error: BaseException | None = None) -> None:
         """End the current epoch, unless the loop has failed, then the run."""

@@ -54,6 +54,10 @@ class ForwardArguments(Transient):
                 hook = InternalFunction(self._note)
                 self._handle = self._wrapper.register_forward_pre_hook(hook, with_kwargs=True)
 
+    def receive_by(self, receive: Receiver) -> None:
+        """Replace the receiver."""
+        self._receive = receive
+
     def disarm(self) -> None:
         """Wait no longer."""
         if self._handle is not None:

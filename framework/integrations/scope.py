@@ -165,6 +165,10 @@ class Scope(AttachedScope):
         """Receives the arguments of the model's passes, unless the loop reports its batches."""
         return self._loop.arguments
 
+    def isolate_failures(self) -> None:
+        """Let a training that knows nothing of this scope continue without it after an error of loopscope."""
+        self._loop.isolate_failures()
+
     @property
     def is_in_hook(self) -> bool:
         """Whether a hook or a sink of this scope is being called."""

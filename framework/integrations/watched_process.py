@@ -142,7 +142,9 @@ class WatchedProcess:
             sys.stderr.write(f"loopscope watch: {error} This training continues without loopscope.\n")
             return None
         self._began(scope, max(created))
-        return scope  # type: ignore[return-value]
+        assert isinstance(scope, Scope)
+        scope.isolate_failures()
+        return scope
 
     def _end_earlier(self, created: float) -> None:
         """End trainings whose optimizers the script has given up, so that their models do not stay in memory.

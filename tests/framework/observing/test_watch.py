@@ -75,6 +75,16 @@ def test_training_stops_after_some_steps(tmp_path: Path) -> None:
     assert summary(tmp_path)["steps"] == 3
 
 
+def test_training_continues_without_a_record(tmp_path: Path) -> None:
+    """The folder of the record cannot be created, which is only noticed at the first step."""
+    words = [sys.executable, script(tmp_path)]
+    watched = run(tmp_path, "--out", "/proc/none/run", "--", *words)
+    alone = run(tmp_path, *words, watched=False)
+    assert (watched.stdout, watched.returncode) == (alone.stdout, 0)
+    assert watched.stderr.count("continues without loopscope") == 1
+    assert "Traceback" not in watched.stderr
+
+
 @pytest.mark.slow
 def test_training_stops_at_a_critical_finding(tmp_path: Path) -> None:
     text = TRAINING.replace("loss.backward()", "(loss * float('nan')).backward()")
