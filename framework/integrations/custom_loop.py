@@ -195,6 +195,7 @@ class CustomLoop(Transient):
         """The calls that the loop has used, and the sentences that were shown."""
         self._is_in_backward = self._is_given_up = False
         self._gradients: tuple[list[Any], list[Any]] | None = None  # before the backward pass in progress
+        self._nested_passes = 0
         self._was_shown = False
         """Whether hooks have received the loss of the pass in progress."""
         self._probe: tuple[Any, Tensor, int] | None = None
@@ -350,6 +351,9 @@ class CustomLoop(Transient):
 
     def before_backward(self, roots: Sequence[Tensor]) -> None:
         """Call hooks before a pass of the step, and note the gradients before it."""
+        if self._is_in_backward:  # that of a checkpointed part, within the pass of the loss
+            self._nested_passes += 1
+            return
         if not self._is_observable:
             return
         self._end_failed_update()
@@ -365,12 +369,17 @@ class CustomLoop(Transient):
 
     def on_failed_backward(self) -> None:
         """Forget a pass that has raised an error."""
-        if self._gradients is not None:
+        if self._nested_passes:
+            self._nested_passes -= 1
+        elif self._gradients is not None:
             self._is_in_backward, self._gradients, self._scaled = False, None, None
             self._drop_shown_pass()
 
     def after_backward(self, roots: Sequence[Tensor]) -> None:
         """Count a pass that has reached the parameters."""
+        if self._nested_passes:
+            self._nested_passes -= 1
+            return
         before, self._gradients = self._gradients, None
         if before is None:
             return

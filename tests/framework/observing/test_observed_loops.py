@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tests.framework.observing.loops import (
     ALL_POINTS,
@@ -256,6 +257,23 @@ def test_reported_numbers_are_recorded(tmp_path: Path) -> None:
     values = [line["reported/val_loss"] for line in lines if "reported/val_loss" in line]
     assert values == [{"steps": [6, 12], "values": [0.5, 0.25]}]
     assert scope._attached.driver.loop.evaluation == {"val_loss": 0.25}
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_losses_of_checkpointed_models_are_recorded(is_reentrant: bool, tmp_path: Path) -> None:
+    """Reentrant checkpoints run a backward pass within that of the loss."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with loopscope.attach(model, optimizer, hooks=[], out=tmp_path / "run", display="none") as scope:
+        for _ in range(STEPS):
+            inputs, targets = rows()
+            outputs = checkpoint(model, inputs.requires_grad_(), use_reentrant=is_reentrant)
+            loss = functional.cross_entropy(outputs, targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert steps_of(scope) == STEPS
+    assert scope.last_metrics()["training_metrics/loss"] == pytest.approx(loss.item())
 
 
 def test_passes_of_other_threads_are_not_counted(tmp_path: Path) -> None:
