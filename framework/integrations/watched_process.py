@@ -108,7 +108,7 @@ class WatchedProcess:
     def _on_step(self, optimizer: Optimizer, inputs: Any, options: Any) -> None:
         """Attach after the first step of an optimizer whose training pass was not seen."""
         if optimizer in self._waiting:
-            modules = modules_over(parameters_of(optimizer))
+            modules = [] if is_attached(optimizer) else modules_over(parameters_of(optimizer))
             if modules:
                 self._attach(modules[0] if len(modules) == 1 else nn.ModuleList(modules), [optimizer])
             self._waiting.discard(optimizer)
@@ -134,8 +134,11 @@ class WatchedProcess:
         others = [item for one in optimizers for item in parameters_of(one) if id(item) not in own]
         try:
             target: nn.Module = module
-            if others:  # parts that are called one by one, such as encoder and decoder
-                target = nn.ModuleList([module, *modules_over(others)])
+            if (
+                others
+            ):  # parts that are called one by one, such as encoder and decoder, or a part of a checkpointed model
+                found = modules_over([*module.parameters(), *others])
+                target = found[0] if len(found) == 1 else nn.ModuleList(found)
             with preserved_streams():
                 scope = attach(target, optimizers, **self._arguments())
         except Exception as error:
@@ -174,7 +177,7 @@ class WatchedProcess:
             return
         trainer._loopscope_is_watched = True
         with preserved_streams():
-            self._began(attach(trainer, **self._arguments()))
+            self._began(attach(trainer, **self._arguments(), isolate_evaluation=False))
 
     def _arguments(self) -> dict[str, Any]:
         """Return the options of attach; further trainings of a named folder have numbered ones next to it."""

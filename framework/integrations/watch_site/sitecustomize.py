@@ -77,7 +77,7 @@ def _on_import(module: Any) -> None:
     elif name == _GROUPS:
         _before(module, "destroy_process_group", lambda *_: _tell("on_group_end"))
     elif name in _TRAINERS:
-        _before(module.Trainer, _TRAINERS[name], lambda trainer, *_: _tell("on_trainer", trainer))
+        _before_training(module.Trainer, _TRAINERS[name])
     else:
         owner, *functions = _REPORTS[name]
         for function in functions:
@@ -105,6 +105,20 @@ def _before(owner: Any, name: str, tell: Any, *, named: bool = False) -> None:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         tell(args, kwargs) if named else tell(*args)
         return function(*args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+def _before_training(owner: Any, name: str) -> None:
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def wrapper(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        is_replaced = name in vars(trainer)
+        _tell("on_trainer", trainer)
+        if not is_replaced and name in vars(trainer):  # loopscope has, in this Trainer, and calls the function itself
+            return vars(trainer)[name](*args, **kwargs)
+        return function(trainer, *args, **kwargs)
 
     setattr(owner, name, wrapper)
 

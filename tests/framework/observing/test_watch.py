@@ -234,3 +234,57 @@ for _ in range(4):
     watched = run(tmp_path, sys.executable, script(tmp_path, text=text))
     assert watched.returncode == 0, watched.stderr
     assert summary(tmp_path)["steps"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_trainers_with_evaluations_keep_their_bytes(library: str, tmp_path: Path) -> None:
+    """The validation draws random numbers, which the training must miss as it does alone."""
+    pytest.importorskip(library)
+    text = {
+        "lightning": """
+import lightning, torch
+from torch import nn
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+    def validation_step(self, batch, index):
+        self.log("val_loss", self.training_step(batch, index))
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+torch.manual_seed(0)
+model, rows = Model(), torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(3, (32,)))
+off = {name: False for name in ("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger")}
+trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", **off)
+trainer.fit(model, torch.utils.data.DataLoader(rows, 8, shuffle=True), torch.utils.data.DataLoader(rows, 8))
+""",
+        "transformers": """
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+    def forward(self, x=None, labels=None):
+        outputs = self.layer(x)
+        return {"loss": nn.functional.cross_entropy(outputs, labels), "logits": outputs}
+torch.manual_seed(0)
+model, rows = Model(), [{"x": torch.randn(4), "labels": index % 3} for index in range(32)]
+off = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no", "use_cpu": True}
+arguments = TrainingArguments("out", num_train_epochs=2, eval_strategy="epoch", **off)
+Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:8]).train()
+""",
+    }[library]
+    text += "\nprint('RESULT', [value.double().sum().item() for value in model.parameters()], torch.rand(1).item())\n"
+    words = [sys.executable, script(tmp_path, text=text)]
+    alone, watched = run(tmp_path, *words, watched=False), run(tmp_path, *words)
+    results = [[line for line in one.stdout.splitlines() if "RESULT" in line] for one in (alone, watched)]
+    assert results[0] == results[1] != [], watched.stderr
+    assert "only calls optimizer.step()" not in watched.stderr
+    (record,) = tmp_path.rglob("summary.json")
+    assert json.loads(record.read_text())["steps"] == 8
