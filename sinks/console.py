@@ -31,6 +31,7 @@ class ConsoleSink(MetricSink):
         shown: called after a line was printed.
     """
 
+    draws: ClassVar[bool] = False
     name: ClassVar[str] = "console"
     keeps: ClassVar[bool] = False
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -256,6 +256,7 @@ def newest_numbers(
 class ProgressNumbers(MetricSink):
     """Stores the newest values of some metrics, of a series its mean, and the losses of the newest steps."""
 
+    draws: ClassVar[bool] = False
     name = "progress"
     keeps = False
 

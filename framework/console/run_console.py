@@ -283,6 +283,7 @@ class Watch(MetricSink):
         hooks: names of the hooks whose alerts are shown; by default those of all.
     """
 
+    draws: ClassVar[bool] = False
     name = "alerts"
     keeps: ClassVar[bool] = False
 

@@ -35,6 +35,7 @@ class LiveDiagnosis(MetricSink):
     It writes no file. Findings about the start-up facts are reported before the first step.
     """
 
+    draws: ClassVar[bool] = False
     name = "diagnosis"
     keeps: ClassVar[bool] = False
 

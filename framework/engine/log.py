@@ -1,8 +1,10 @@
 """Messages of a run for Python's ``logging``."""
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
+from ..preserved_streams import threads_of_script
 from ..state import RandomStreams
 
 LOGGER = logging.getLogger("loopscope")
@@ -12,7 +14,10 @@ LOGGER.addHandler(logging.NullHandler())  # otherwise Python would print warning
 
 
 def log(streams: RandomStreams, level: int, text: str, *arguments: Any) -> None:
-    """Log a message; handlers may draw random numbers without changing those of the run."""
+    """Log a message; handlers may draw random numbers without changing those of the run.
+
+    If a thread of the script is running, nothing is restored, since the thread may have drawn meanwhile.
+    """
     if LOGGER.isEnabledFor(level):
-        with streams.preserved():
+        with nullcontext() if threads_of_script() else streams.preserved():
             LOGGER.log(level, text, *arguments)

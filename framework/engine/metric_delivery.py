@@ -489,7 +489,8 @@ class MetricDelivery:
         for sink in list(self._sinks):
             try:
                 # "an emit" also seeds the random stream of the call.
-                call = Call(sink.name, "an emit", step, "Sink", is_shipped(type(sink)))
+                is_ours = is_shipped(type(sink))
+                call = Call(sink.name, "an emit", step, "Sink", is_ours, sink.draws or not is_ours)
                 self._isolation.observe(call, partial(action, sink))
             except raised_errors:
                 raise

@@ -49,6 +49,8 @@ class MetricSink(ABC):
     """Whether the sink is enabled by default; ``--no-...`` disables it."""
     keeps: ClassVar[bool] = True
     """Whether metrics remain available after the run; a display keeps none."""
+    draws: ClassVar[bool] = True
+    """Whether it may draw random numbers, so that its calls run on a separate stream; those that only write do not."""
     includes: ClassVar[tuple[str, ...]] = ()
     """Names of sinks whose files this one writes as well; a run with such a sink, too, uses only this one."""
 

@@ -249,6 +249,7 @@ class CustomLoop(Transient):
         ``steps`` is the number of steps per epoch; ``others`` are the step's remaining micro-batches, if available.
         """
         attached, step = self._attached, self._step
+        self.thread = self.thread or get_ident()
         if not attached.is_started:
             self._start(batch, steps)
         if step.stepped:
@@ -835,6 +836,7 @@ class CustomLoop(Transient):
         """Note the start of an optimizer's step; for one with a closure, return the arguments to use."""
         if self._attached.is_closed or (self._scaler is not None and _is_skipped(optimizer)):
             return None
+        self.thread = get_ident()
         if self._modes.left_mode.is_watching:
             self._modes.left_mode.at_update()
         if self._is_in_backward:
