@@ -183,7 +183,7 @@ def _attach(target: Any, chosen: Mapping[str, Any], given: Mapping[str, Any]) ->
 def _trainer_module(target: Any) -> str:
     """Return the module name for a Trainer, or an empty string for other targets."""
     # Without an import of a trainer library the target cannot be one of its objects, so none is imported here.
-    if "transformers" in sys.modules and isinstance(target, import_module("transformers").Trainer):
+    if (trainers := sys.modules.get("transformers.trainer")) and isinstance(target, trainers.Trainer):
         return "hugging_face"
     names = ("lightning.pytorch", "pytorch_lightning")
     kinds = tuple(sys.modules[name].Trainer for name in names if name in sys.modules)
