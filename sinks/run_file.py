@@ -116,6 +116,7 @@ class FileSink(RecordSink):
     notation: ClassVar[Mapping[str, str]] = {}  # further properties of the format, stored in checkpoints
 
     draws: ClassVar[bool] = False
+
     def __init__(self) -> None:
         self._files: list[RunFile] = []
 
