@@ -182,15 +182,14 @@ def _shift_generators(torch: Any, shift: int) -> None:
     base: Any = torch.Generator
     kind: Any = type(base)
 
-    class OfAny(kind):
-        def __instancecheck__(self, item: Any) -> bool:
-            return isinstance(item, base)
+    def is_generator(cls: Any, item: Any) -> bool:
+        return isinstance(item, base)
 
-    class Generator(base, metaclass=OfAny):
-        def manual_seed(self, seed: int) -> Any:
-            return super().manual_seed(seed + shift)
+    def manual_seed(generator: Any, seed: int) -> Any:
+        return base.manual_seed(generator, seed + shift)
 
-    torch.Generator = Generator
+    of_any: Any = type("OfAny", (kind,), {"__instancecheck__": is_generator})
+    torch.Generator = of_any("Generator", (base,), {"manual_seed": manual_seed})
 
 
 def _load_hidden() -> None:
