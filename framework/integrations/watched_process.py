@@ -7,6 +7,7 @@ training pass of a module over the parameters of an optimizer starts the scope o
 import json
 import multiprocessing
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from math import inf
@@ -35,6 +36,8 @@ from .scope import AttachedScope, Scope
 
 OPTIONS = "LOOPSCOPE_WATCH"
 """The environment variable with the options of ``loopscope watch``, as JSON."""
+COMMAND = "LOOPSCOPE_WATCH_COMMAND"
+"""The environment variable with the words of the command, as JSON."""
 STARTED = "LOOPSCOPE_WATCH_STARTED"
 """The environment variable with the file to which every process that has attached writes."""
 
@@ -180,11 +183,11 @@ class WatchedProcess:
             self._began(attach(trainer, **self._arguments(), isolate_evaluation=False))
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the options of attach; further trainings of a named folder have numbered ones next to it."""
-        out = self._options.get("out")
-        if out is None or not self._begun:
-            return dict(self._options)
-        return {**self._options, "out": str(Path(f"{out}-{self._begun + 1}"))}
+        """Return the options of attach, with the command for the record; further trainings have numbered folders."""
+        command = json.loads(os.environ.get(COMMAND, "[]"))
+        options = {**self._options, "config": {"command": shlex.join(command)}}
+        out = options.get("out")
+        return options if out is None or not self._begun else {**options, "out": str(Path(f"{out}-{self._begun + 1}"))}
 
     def _began(self, scope: AttachedScope, created: float = 0) -> None:
         self._scopes[scope] = (created if created == inf else self._begun), get_ident()

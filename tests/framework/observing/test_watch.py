@@ -57,6 +57,8 @@ def test_watched_script_is_the_script_alone(tmp_path: Path) -> None:
     assert "observing Sequential" in watched.stderr
     found = summary(tmp_path)
     assert (found["status"], found["steps"], found["hook_errors"]) == ("completed", 6, [])
+    config = json.loads((tmp_path / "loopscope-runs/run_0/experiment_config.json").read_text())["config"]
+    assert config["command"].endswith("train.py --lr 1e-3")
 
 
 @pytest.mark.parametrize(("last", "status"), [("sys.exit(5)", 5), ("1 / 0", 1), ("import os; os._exit(7)", 7)])
