@@ -75,8 +75,12 @@ def brief_result(summary: Mapping[str, Any]) -> Text:
     problems = counted(count, "problem") if count else "no problem"
     state = "" if summary["status"] == "completed" else f" ({summary['status']})"
     loss = "" if summary["training_loss"] is None else f", loss {number_text(summary['training_loss'])}"
-    command = f"loopscope doctor {short_path(Path(summary['output_dir']))}"
-    return Text(f"loopscope: {counted(summary['steps'], 'step')}{state}{loss}, {problems} found; details: {command}")
+    lost = "; ".join(filter(None, [failed_hooks_text(summary), lost_rows_text(summary)]))
+    return Text.assemble(
+        f"loopscope: {counted(summary['steps'], 'step')}{state}{loss}, {problems} found",
+        (f"; {lost}" if lost else "", "bold red"),
+        f"; details: loopscope doctor {short_path(Path(summary['output_dir']))}",
+    )
 
 
 def final_numbers(summary: Mapping[str, Any]) -> dict[str, float]:

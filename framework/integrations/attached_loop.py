@@ -51,7 +51,7 @@ from ..runs import (
     environment,
     load_reference,
     read_provenance,
-    status_after,
+    status_of_script,
 )
 from ..state import RandomStreams, TrainingState
 from ..state.generators import generators_of
@@ -711,7 +711,7 @@ class AttachedLoop:
             return
         if (error := vars(sys).get("last_value")) is not None:
             is_interactive = hasattr(sys, "ps1")  # there it is the error of any earlier input
-            self._at_exit("failed" if is_interactive else status_after(error), None if is_interactive else error)
+            self._at_exit("failed" if is_interactive else status_of_script(error), None if is_interactive else error)
             return
         if not self._ranks.is_main:
             self._at_exit("failed", None)

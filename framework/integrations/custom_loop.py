@@ -26,7 +26,7 @@ from ..doctor.senses import EvaluationModes
 from ..errors import LoopscopeError, RunNotice, UsageError, notice, require, warn, with_lines
 from ..hooks import Alert, HookPoint
 from ..observing import listen, stop_listening
-from ..runs import attempt, status_after
+from ..runs import attempt, status_of_script
 from ..state import Transient, uncompiled, visited
 from .attached_loop import AttachedLoop, Result
 from .forward_arguments import ForwardArguments
@@ -784,7 +784,7 @@ class CustomLoop(Transient):
                 if self._attached.manager.counts_epochs:  # the step loop does not count an incomplete pass
                     self.end_epoch({})
         except BaseException as raised:
-            status, error = status_after(raised), raised
+            status, error = status_of_script(raised), raised
             raise
         finally:
             self._attached.end(status, None if status == "completed" else error)

@@ -21,7 +21,7 @@ from ..checkpoints import FRESH_STREAMS, CheckpointWriter, checkpoint_folders, o
 from ..data import Batch
 from ..errors import UsageError, notice, require
 from ..isolation import undone_in_attributes
-from ..runs import status_after
+from ..runs import status_of_script
 from ..state import Transient, optimizers_of
 from ..training import takes_closure
 from .attach_options import AttachOptions, steps_in
@@ -131,7 +131,7 @@ class TrainerEvents(TrainerCallback):
             try:
                 result = train(*inputs, **options)
             except BaseException as error:
-                self._close(status_after(error), error)
+                self._close(status_of_script(error), error)
                 raise
             self._close("completed")
             return result

@@ -16,7 +16,7 @@ from ..combined_optimizers import CombinedOptimizer, single_scheduler
 from ..data import Batch, MicroBatches
 from ..errors import LoopscopeError, NoLossError, UsageError, require
 from ..hooks import ENDLESS
-from ..runs import status_after
+from ..runs import status_of_script
 from ..state import Transient
 from ..training import is_skipped, takes_closure
 from .attached_loop import AttachedLoop
@@ -172,7 +172,7 @@ class LightningLoop(Transient):
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """End the run as failed, or interrupted."""
-        self._finish(status_after(exception), exception)
+        self._finish(status_of_script(exception), exception)
 
     def _finish(self, status: str, error: BaseException | None = None) -> None:
         """Remove the wrappers and end the run; its state is kept for checkpoints that are written later."""

@@ -19,7 +19,7 @@ from ..errors import HookMisuseError, UsageError, notice, require
 from ..hooks import HookPoint
 from ..observing import optimizers_over
 from ..preserved_streams import preserved_streams
-from ..runs import status_after
+from ..runs import status_of_script
 from .attach_options import steps_in
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop, HookCallSwitch
@@ -329,7 +329,7 @@ class Scope(AttachedScope):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close(status_after(error), error)
+        self.close(status_of_script(error), error)
 
 
 class WaitingScope(Scope):

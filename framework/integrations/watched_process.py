@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..isolation import VISITS
 from ..observing import modules_over, optimizers_over, referred_by_callers
 from ..preserved_streams import preserved_streams
-from ..runs import status_after
+from ..runs import status_of_script
 from .attach import attach
 from .attached_loop import END_OF_PROCESS, close_open_runs, is_attached, parameters_of
 from .forward_arguments import arguments_of
@@ -204,7 +204,7 @@ class WatchedProcess:
 
     def _status(self) -> tuple[str, BaseException | None]:
         """Return the status of the trainings at the end of the process, and the error that has ended it, if any."""
-        return status_after(self._error), self._error
+        return status_of_script(self._error), self._error
 
 
 _PROCESS: list[WatchedProcess] = []
@@ -229,14 +229,14 @@ def on_trainer(trainer: Any) -> None:
 def end_runs() -> None:
     """End the open runs, with the error that is being handled, if any."""
     error = sys.exc_info()[1]
-    close_open_runs(status_after(error), error)
+    close_open_runs(status_of_script(error), error)
 
 
 def on_group_end(*_: Any) -> None:
     """End the runs of several ranks, which exchange data, before the script destroys the process group."""
     if _PROCESS:
         error = sys.exc_info()[1]
-        close_open_runs(status_after(error), error, lambda attached: attached.ranks.are_many)
+        close_open_runs(status_of_script(error), error, lambda attached: attached.ranks.are_many)
 
 
 def on_report(kind: str, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> None:

@@ -100,5 +100,10 @@ def status_after(error: BaseException | None) -> str:
     is_pruned = any(kind.__name__ == "TrialPruned" for kind in type(error).__mro__)
     if is_pruned or isinstance(error, (KeyboardInterrupt, StoppedError)):
         return "interrupted"
+    return "completed" if error is None else "failed"
+
+
+def status_of_script(error: BaseException | None) -> str:
+    """Return the status of an attached run whose script an error has ended; a script may exit with success."""
     is_success = isinstance(error, SystemExit) and not error.code  # such as that of ``stop_after``
-    return "completed" if error is None or is_success else "failed"
+    return "completed" if is_success else status_after(error)

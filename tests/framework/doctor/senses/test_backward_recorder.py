@@ -92,7 +92,11 @@ def test_gradients_computed_by_the_loop_have_no_description(tmp_path: Path) -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attach(model, optimizer, hooks=[LossReader(passes)], out=tmp_path, display="none") as scope:
         for batch in scope.batches([torch.ones(4, 3)]):
-            model(batch).sum().backward()
+            parameters = [*model.parameters()]
+            for parameter, gradient in zip(
+                parameters, torch.autograd.grad(model(batch).sum(), parameters), strict=True
+            ):
+                parameter.grad = gradient
             scope.gradients_ready()
             optimizer.step()
     assert passes == {1: ()}
