@@ -20,13 +20,13 @@ def digest_of(path: Path, size: int) -> str:
     return digest.hexdigest()
 
 
-def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def with_checksum(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return a manifest of plain values with the digest of its content."""
     return {**manifest, "digest": _digest_of_content(manifest)}
 
 
-def unsealed(content: Any) -> dict[str, Any]:
-    """Return the manifest in the content of a sealed one.
+def verified_content(content: Any) -> dict[str, Any]:
+    """Return the manifest in the content of one with a checksum.
 
     Raises:
         ValueError, LookupError, AttributeError, TypeError, RecursionError: if the content is not what was written.

@@ -15,7 +15,7 @@ import xxhash
 
 from ..durable_files import plain_json, read_tensors, translated_disk_errors, write_tensors
 from ..errors import UsageError
-from ..file_digests import digest_of, sealed, unsealed
+from ..file_digests import digest_of, verified_content, with_checksum
 
 FORMAT = 5
 STATE, MANIFEST = "state.pt", "manifest.json"
@@ -103,7 +103,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         problem = f"is not a checkpoint: it has no {path.name}" if folder.is_dir() else "does not exist"
         raise DamagedCheckpointError(f"{folder} {problem}.")
     try:
-        manifest = unsealed(json.loads(path.read_text("utf-8")))
+        manifest = verified_content(json.loads(path.read_text("utf-8")))
         version = manifest["format"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: its text is not what was written.") from error
@@ -200,7 +200,7 @@ class PartialCheckpoint:
         full = {**plain_json(manifest), "format": FORMAT, "files": dict(files)}
         with translated_disk_errors(self.folder):
             with (self._partial / MANIFEST).open("w", encoding="utf-8") as file:
-                json.dump(sealed(full), file, indent=None if "tensors" in full else 2)
+                json.dump(with_checksum(full), file, indent=None if "tensors" in full else 2)
                 _sync(file)
             for path in (*sync_first, *{path.parent for path in sync_first}, self._partial):
                 sync_path(path)

@@ -10,7 +10,7 @@ import torch
 
 from ..console import watch
 from ..errors import UsageError
-from ..runs import ExperimentRunner, RunRecord, Session, Stretch, check_device
+from ..runs import ExperimentRunner, RunRecord, Session, StepRange, check_device
 from ..training import torchrun_world_size
 from .options import Options, config_of, parse_recorded, run_options, wanted_sinks
 from .parser import NAMES, CommandParser
@@ -55,7 +55,7 @@ class RecordedRun:
         return Session(self.runner, run_options(options), wanted_sinks(options))
 
     def train_again(
-        self, stretch: Stretch, hook: str, hook_options: Mapping[str, Any], *, is_silent: bool = False
+        self, stretch: StepRange, hook: str, hook_options: Mapping[str, Any], *, is_silent: bool = False
     ) -> Path:
         """Train a stretch again with one hook and a progress bar, and return the folder of its measurements."""
         config = [f"{hook}.{name}={value}" for name, value in hook_options.items()]

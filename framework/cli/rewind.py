@@ -10,7 +10,16 @@ from ..console import Mode, watch
 from ..errors import listed, require
 from ..laboratory.questions import explain, explanation_lines, row_table, rows_by_step
 from ..report import inspect_run
-from ..runs import TRAINED, ExperimentRunner, Session, Stretch, read_alerts, read_outcome, run_folders, warn_of_changes
+from ..runs import (
+    TRAINED,
+    ExperimentRunner,
+    Session,
+    StepRange,
+    read_alerts,
+    read_outcome,
+    run_folders,
+    warn_of_changes,
+)
 from ..training import is_main_process
 from .options import without_dots
 from .output import Kept, Output, add_output_options
@@ -66,11 +75,11 @@ def rewind(words: Sequence[str]) -> None:
             alert = _first_alert(folder) if given["spike"] else {}
             _explain(run, int(alert.get("step", given["step"] or 0)), alert, output)
         else:
-            stretch = Stretch(given["step"], given["until"] or given["step"], given["from_start"])
+            stretch = StepRange(given["step"], given["until"] or given["step"], given["from_start"])
             _train(run.session(**hooks), stretch, run.runner, output)
 
 
-def _train(session: Session, stretch: Stretch, runner: ExperimentRunner[Any], output: Output) -> None:
+def _train(session: Session, stretch: StepRange, runner: ExperimentRunner[Any], output: Output) -> None:
     """Repeat the steps, report the folder of their metrics, and show the rows with the largest losses if measured."""
     if not is_main_process():
         session.rewind(stretch)

@@ -12,7 +12,7 @@ from typing import Any
 from ..checkpoints import checkpoints_by_moment
 from ..console import make_console, watch
 from ..errors import counted, listed, require, short_path
-from ..runs import ALL, DivergedError, RunFolder, Session, Stretch, changed_files, run_folders
+from ..runs import ALL, DivergedError, RunFolder, Session, StepRange, changed_files, run_folders
 from ..training import is_main_process
 from .options import without_dots
 from .output import Output, ReportedError, add_output_options
@@ -92,7 +92,7 @@ def _verify_whole(session: Session, folder: Path, *, is_shown: bool) -> list[dic
 def _verify_intervals(session: Session, folder: RunFolder, number: int) -> list[dict[str, Any]]:
     """Train random intervals between two checkpoints again."""
     steps = sorted({step for _, step in checkpoints_by_moment(folder.checkpoints)})
-    intervals = [Stretch(start + 1, end) for start, end in pairwise([0, *steps])]
+    intervals = [StepRange(start + 1, end) for start, end in pairwise([0, *steps])]
     advice = "omit --intervals to compare it with its digests"
     problem = f"{short_path(folder.path)} has no intact checkpoint to start from; {advice}."
     require(bool(intervals), problem)

@@ -42,7 +42,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from model.named_buffers()
 
 
-class LooseTensors(nn.Module):
+class UnownedTensors(nn.Module):
     """Tensors with gradients that belong to no module, such as a learned temperature of the loss."""
 
     def __init__(self, tensors: list[Any]) -> None:
@@ -80,7 +80,7 @@ def modules_of_loss(
     living = [leaf for reference in leaves if (leaf := reference()) is not None]
     loose = [leaf for leaf in living if id(leaf) not in known | of_found | of_batch | gathered]
     modules = [module for module in found if any(True for _ in (*module.parameters(), *module.buffers()))]
-    named = _with_names(modules, loss, state) | ({"tensors of the loss": LooseTensors(loose)} if loose else {})
+    named = _with_names(modules, loss, state) | ({"tensors of the loss": UnownedTensors(loose)} if loose else {})
     return named, completed
 
 

@@ -1,6 +1,6 @@
 """Effects of changes: the share of a harm that a branch removes, with its null.
 
-A :class:`Harm` of one step is measured by branches of that step; its null is that of repetitions of the step. An
+A :class:`Excess` of one step is measured by branches of that step; its null is that of repetitions of the step. An
 :class:`Effect` is estimated from pairs of changed and unchanged branches of several steps, with an error; its null is
 that of unchanged branches.
 """
@@ -26,7 +26,7 @@ Measure = Literal["rise", "loss"]
 
 
 @dataclass(frozen=True)
-class Harm:
+class Excess:
     """An unusually high value of the step, with its value in each branch."""
 
     metric: str
@@ -45,7 +45,7 @@ class Harm:
     def removed_share(self, branch: str) -> float:
         """Return the share of the harm that a branch removes; −∞ if the branch does not exist.
 
-        Harm is log(1 + spreads above the usual value): on this scale a branch that only divides a divergence by ten
+        Excess is log(1 + spreads above the usual value): on this scale a branch that only divides a divergence by ten
         has removed little of it.
         """
         if branch not in self.branches:

@@ -19,7 +19,7 @@ QUANTITIES = {
 
 
 @dataclass(frozen=True)
-class Departure:
+class Deviation:
     """A quantity that is unusual at a step, with its significance."""
 
     step: int
@@ -96,7 +96,7 @@ class Explanation:
     cause: str | None
     """data, step size, optimizer state, precision, fault or chance; ``None`` if inconclusive."""
     verdict: str
-    where: Departure | None = None
+    where: Deviation | None = None
     rows: Sequence[ExplainedRow] = ()
     branches: Sequence[Branch] = ()
     left_out: Sequence[str] = ()
@@ -107,7 +107,7 @@ class Explanation:
     def of(cls, content: Mapping[str, Any]) -> "Explanation":
         """Return the explanation of a file's content, whose fields were checked."""
         values = {name: content[name] for name in FIELDS}
-        values["where"] = content["where"] and Departure(**_fields(Departure, content["where"]))
+        values["where"] = content["where"] and Deviation(**_fields(Deviation, content["where"]))
         values["rows"] = [ExplainedRow(**_fields(ExplainedRow, row)) for row in content["rows"]]
         values["branches"] = [Branch(**_fields(Branch, branch)) for branch in content["branches"]]
         return cls(**values)

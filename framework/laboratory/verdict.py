@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .changes import CHANGES, TrialChange
-from .effects import DECISIVE_SHARE, Effect, Harm, Measure
+from .effects import DECISIVE_SHARE, Effect, Excess, Measure
 from .usual_values import (
     HARMFUL_SPREADS,
     LEVEL,
@@ -47,7 +47,7 @@ def harms(
     own: Mapping[str, float],
     usual: Mapping[str, Sequence[float]],
     watched: str = "it",
-) -> list[Harm]:
+) -> list[Excess]:
     """Return the unusually high values of a step (effect on the next losses, loss, watched size), most extreme first.
 
     Args:
@@ -73,11 +73,11 @@ def harms(
         if is_bad:
             medians = {name: median_outcome(value) for name, value in branch_values[metric].items()}
             scale = spread or abs(middle) or 1.0
-            result.append(Harm(metric, words[metric], run, middle, medians, chance_of(run, fresh), scale))
+            result.append(Excess(metric, words[metric], run, middle, medians, chance_of(run, fresh), scale))
     return sorted(result, key=lambda harm: (harm.usual - harm.run) / harm.spread)
 
 
-def verdict(branch_values: Mapping[str, Any], bad: Sequence[Harm], rows: Sequence[str]) -> Verdict:
+def verdict(branch_values: Mapping[str, Any], bad: Sequence[Excess], rows: Sequence[str]) -> Verdict:
     """Return the verdict of the branches; ``rows`` are the names of the rows omitted in the branch ``without_rows``."""
     if not bad:
         return Verdict(
@@ -96,7 +96,7 @@ def verdict(branch_values: Mapping[str, Any], bad: Sequence[Harm], rows: Sequenc
     return Verdict(None, sentence)
 
 
-def _fault(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
+def _fault(branch_values: Mapping[str, Any], harm: Excess, rows: Sequence[str]) -> Verdict | None:
     if harm.removed_share("element_restored") < DECISIVE_SHARE:
         return None
     ((name, (place, old, new)),) = branch_values["element"].items()
@@ -107,7 +107,7 @@ def _fault(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) ->
     )
 
 
-def _not_repeated(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
+def _not_repeated(branch_values: Mapping[str, Any], harm: Excess, rows: Sequence[str]) -> Verdict | None:
     """Judge a harm that repeating the step does not reproduce: chance if its random draws differ, else inconclusive."""
     if harm.removed_share("as_it_was") < DECISIVE_SHARE:
         return None
@@ -119,7 +119,7 @@ def _not_repeated(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[s
     return Verdict(None, sentence)
 
 
-def _precision(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
+def _precision(branch_values: Mapping[str, Any], harm: Excess, rows: Sequence[str]) -> Verdict | None:
     names = ("float32", "float64") if branch_values["low_precision"] else ("float64",)
     if (name := next(filter(harm.is_decisive, names), None)) is None:
         return None
@@ -129,12 +129,12 @@ def _precision(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]
     return Verdict("precision", sentence)
 
 
-def precision_verdict(branch_values: Mapping[str, Any], bad: Sequence[Harm]) -> Verdict | None:
+def precision_verdict(branch_values: Mapping[str, Any], bad: Sequence[Excess]) -> Verdict | None:
     """Return the verdict that precision is the cause, if a wider one removes a harm."""
     return next(filter(None, (_precision(branch_values, harm, []) for harm in bad)), None)
 
 
-def _written(branch_values: Mapping[str, Any], harm: Harm) -> Verdict | None:
+def _written(branch_values: Mapping[str, Any], harm: Excess) -> Verdict | None:
     """Judge a rise of the next losses that remains at a learning rate of 0, where the optimizer changes no weight.
 
     Losses that are not finite there show nothing: 0 times a gradient that is not finite is NaN.
@@ -149,7 +149,7 @@ def _written(branch_values: Mapping[str, Any], harm: Harm) -> Verdict | None:
     )
 
 
-def _data(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
+def _data(branch_values: Mapping[str, Any], harm: Excess, rows: Sequence[str]) -> Verdict | None:
     # One fresh batch may be as bad, since a bad row returns in the next epoch.
     best_update = max(map(harm.extra_removed_share, UPDATES))
     if harm.by_chance > LEVEL or harm.extra_removed_share("fresh") < max(DECISIVE_SHARE, best_update - DATA_MARGIN):
@@ -164,7 +164,7 @@ def _data(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> 
     )
 
 
-def _update(branch_values: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
+def _update(branch_values: Mapping[str, Any], harm: Excess, rows: Sequence[str]) -> Verdict | None:
     # The branch at the usual learning rate exists only if the learning rate is unusual at this step.
     best = "usual_rate" if harm.is_decisive("usual_rate") else max(UPDATES, key=harm.extra_removed_share)
     if not harm.is_decisive(best):

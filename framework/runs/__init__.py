@@ -20,7 +20,7 @@ from .run_history import history_without_metrics, read_alerts, read_history
 from .task_building import build_run
 from .session import Session, StrategyPlan
 from .summaries import status_after, status_of_script
-from .validation import DivergedError, Stretch
+from .validation import DivergedError, StepRange
 
 __all__ = [
     "ALL",
@@ -51,8 +51,8 @@ __all__ = [
     "RunRecord",
     "RunSettings",
     "Session",
+    "StepRange",
     "StrategyPlan",
-    "Stretch",
     "allowed_words",
     "attempt",
     "build_run",
@@ -69,7 +69,8 @@ __all__ = [
     "forward_emits",
     "history_without_metrics",
     "load_reference",
-    "read_alerts", "read_history",
+    "read_alerts",
+    "read_history",
     "read_initial",
     "read_outcome",
     "read_provenance",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..durable_files import path_exists, read_json, translated_disk_errors, write_json
 from ..errors import UsageError, warn
-from ..file_digests import digest_of, sealed, unsealed
+from ..file_digests import digest_of, verified_content, with_checksum
 
 FILES = "files.json"
 RECORDS = (".jsonl", ".csv")
@@ -35,7 +35,7 @@ def write_manifest(folder: Path, files: Iterable[Path]) -> None:
     """
     with translated_disk_errors(folder / FILES):  # too many open files
         entries = {path.name: _entry(path) for path in files if path.is_file()}
-    write_json(folder / FILES, sealed({"format": 1, "files": entries}))
+    write_json(folder / FILES, with_checksum({"format": 1, "files": entries}))
 
 
 def _entry(path: Path) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def changed_files(folder: Path, read: Collection[str]) -> dict[str, Change]:
     try:
         if not path_exists(path):
             return {}
-        files = unsealed(read_json(path))["files"]
+        files = verified_content(read_json(path))["files"]
         changes = {name: _change(folder / name, entry, read) for name, entry in files.items()}
     except UsageError as error:
         return {FILES: Change(f"{str(error).rstrip('.')}; {remedy}")}

@@ -29,7 +29,7 @@ from .run_folder import OVERWRITING, REWINDS, RunFolder
 from .runner import ExperimentRunner
 from .strategy_training import StrategyTraining
 from .task_building import build_run, chosen_strategies
-from .validation import EarlierRun, Stretch, rewind, validate
+from .validation import EarlierRun, StepRange, rewind, validate
 
 OVERWRITING_FROM_PYTHON = "choose another output_dir in the config, or replace it: RunOptions(overwrite=True)"
 
@@ -153,7 +153,7 @@ class Session:
             trainings = zip(replace(self, make_sinks=list)._trainings(plans), earlier_runs, strict=True)
             return {training.folder.name: validate(training, earlier) for training, earlier in trainings}
 
-    def rewind(self, stretch: Stretch, *, recorded: bool = True) -> tuple[Path, int, Sequence[int]]:
+    def rewind(self, stretch: StepRange, *, recorded: bool = True) -> tuple[Path, int, Sequence[int]]:
         """Train a stretch of a run again, from the nearest earlier checkpoint, with the hooks of this session.
 
         The run is in the output folder of this session, and its files are not changed. Metrics are written to a new

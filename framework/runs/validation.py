@@ -142,7 +142,7 @@ def validate(training: StrategyTraining, earlier: EarlierRun) -> Sequence[int]:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class StepRange:
     """The steps of a run to train again."""
 
     step: int
@@ -175,7 +175,7 @@ class Stretch:
         return moments[max(between)] if between else None
 
 
-def rewind(training: StrategyTraining, stretch: Stretch, earlier: EarlierRun) -> Sequence[int]:
+def rewind(training: StrategyTraining, stretch: StepRange, earlier: EarlierRun) -> Sequence[int]:
     """Train a stretch of an earlier run again, record its metrics, and return the compared steps.
 
     Raises:
@@ -209,7 +209,7 @@ def rewind(training: StrategyTraining, stretch: Stretch, earlier: EarlierRun) ->
     return validation.steps()
 
 
-def _describe_cost(stretch: Stretch, steps: int, outcome: Mapping[str, Any] | None, *, is_comparable: bool) -> str:
+def _describe_cost(stretch: StepRange, steps: int, outcome: Mapping[str, Any] | None, *, is_comparable: bool) -> str:
     """Describe the cost of training from the start, and whether the result can be compared with the earlier run."""
     pace = outcome["seconds"].get("training", 0) / outcome["steps"] / 60 if outcome and outcome["steps"] else 0
     duration = f", about {steps * pace:.1f} minutes at the speed of the first run" if pace else ""

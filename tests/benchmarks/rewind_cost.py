@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
-from loopscope.runs import RunOptions, Session, Stretch
+from loopscope.runs import RunOptions, Session, StepRange
 
 from tests.benchmarks.rows import SECONDS, TIMES, Effort, Row
 from tests.benchmarks.timing import Spread, clock
@@ -29,7 +29,7 @@ def rewinds(effort: Effort) -> Iterator[Row]:
             for epochs in (LONG, SHORT):
                 first = (EPOCHS - epochs) * steps + 1
                 begin = clock()
-                session.rewind(Stretch(first, EPOCHS * steps), recorded=False)
+                session.rewind(StepRange(first, EPOCHS * steps), recorded=False)
                 took[epochs] = clock() - begin
         again = (took[LONG] - took[SHORT]) / (LONG - SHORT)
         ratios.append(again / (summary["seconds"]["training"] / EPOCHS))

@@ -15,7 +15,7 @@ from itertools import groupby
 import numpy as np
 
 from ...report import FoundRun
-from ..explained_step import Departure
+from ..explained_step import Deviation
 from ..usual_values import median_and_spread, without_trend
 from .repeated_steps import recorded
 
@@ -73,7 +73,7 @@ def scores(values: np.ndarray, *, both: np.ndarray, window: int = WINDOW) -> np.
     return np.where(np.isinf(middle), 0.0, np.where(np.isnan(current), 0.0, np.where(np.isfinite(current), z, np.inf)))
 
 
-def departures(history: History, step: int) -> tuple[list[Departure], str]:
+def departures(history: History, step: int) -> tuple[list[Deviation], str]:
     """Return the departures in the last steps up to ``step``, in order; without any, the reason in words."""
     steps = _consecutive_steps(history.get("loss", {}), step)
     names = [name for name in history if _order(name) is not None]
@@ -116,7 +116,7 @@ def departures(history: History, step: int) -> tuple[list[Departure], str]:
     )
 
 
-def _belongs_to_next_step(departures_by_step: Sequence[Departure]) -> bool:
+def _belongs_to_next_step(departures_by_step: Sequence[Deviation]) -> bool:
     """Return whether the first departure is only an effect on the next loss, and the next step has other departures."""
     if len(departures_by_step) < 2 or departures_by_step[1].step != departures_by_step[0].step + 1:
         return False
@@ -126,7 +126,7 @@ def _belongs_to_next_step(departures_by_step: Sequence[Departure]) -> bool:
 
 def _departure(
     history: History, names: Sequence[str], sizes: np.ndarray, departed: Sequence[int], step: int, p: float
-) -> Departure:
+) -> Deviation:
     """Return the departure of the quantity that a step computes first among ``departed``, indices of ``names``."""
     # Layers are in the order of the forward pass; other quantities are ordered by the size of their departure.
     order_within_kind = {
@@ -137,7 +137,7 @@ def _departure(
     quantity, _, name = first.partition("/")
     series = history[first]
     usual = float(np.median([series[other] for other in sorted(series) if step - WINDOW <= other < step] or [np.nan]))
-    return Departure(step, quantity, name, series[step], usual, min(p, 1.0), len(names), others[:9])
+    return Deviation(step, quantity, name, series[step], usual, min(p, 1.0), len(names), others[:9])
 
 
 def _order(name: str) -> int | None:

@@ -10,9 +10,9 @@ import numpy as np
 from ...durable_files import write_json
 from ...errors import UsageError
 from ...report import inspect_run
-from ...runs import EXPLANATION, REWINDS, DivergedError, Stretch
-from ..effects import Harm
-from ..explained_step import Branch, Departure, Explanation
+from ...runs import EXPLANATION, REWINDS, DivergedError, StepRange
+from ..effects import Excess
+from ..explained_step import Branch, Deviation, Explanation
 from ..usual_values import median_outcome, usual_norm
 from ..verdict import Verdict, harms, is_damaged_before, precision_verdict, verdict
 from .departures import HISTORY, MOST_TESTED_STEPS, WINDOW, History, departures, read_history
@@ -27,7 +27,7 @@ WATCHED = {
     "copies": "number of copies of one row",
 }
 """Descriptions of the quantities that branches can measure on a batch."""
-Stretches = Callable[[int, int, str], Stretch]
+Stretches = Callable[[int, int, str], StepRange]
 """Returns the stretch from a step to another one, at most the last of the run, with the name of its folder."""
 MOST_TRIED = 4
 """Largest number of steps to run in branches before one of them shows a cause."""
@@ -58,8 +58,8 @@ def explain(
     """
     place = folder / REWINDS / f"explained_step_{step}"
 
-    def stretch(first: int, end: int, name: str) -> Stretch:
-        return Stretch(first, min(end, last or step + 1), label=f"{place.name}/{name}")
+    def stretch(first: int, end: int, name: str) -> StepRange:
+        return StepRange(first, min(end, last or step + 1), label=f"{place.name}/{name}")
 
     try:
         explanation = replace(_explain(train_again, stretch, step, describe_row), left_out=left_out)
@@ -89,7 +89,7 @@ def _explain(train_again: TrainAgain, stretch: Stretches, step: int, describe_ro
 
 
 def _judge(
-    train_again: TrainAgain, stretch: Stretch, where: Departure, history: History, describe_row: Describe
+    train_again: TrainAgain, stretch: StepRange, where: Deviation, history: History, describe_row: Describe
 ) -> Explanation:
     """Run a step in branches, and return the explanation that they give."""
     measured = measure(train_again, stretch, BRANCHES_HOOK, _options(history, where))
@@ -112,11 +112,11 @@ def _judge(
     return Explanation(where.step, result.cause, result.sentence, where, rows, branches)
 
 
-def _watched_name(where: Departure) -> str:
+def _watched_name(where: Deviation) -> str:
     return f"{where.quantity}/{where.name}".rstrip("/")
 
 
-def _run_values(history: History, where: Departure) -> tuple[dict[str, float], dict[str, Any]]:
+def _run_values(history: History, where: Deviation) -> tuple[dict[str, float], dict[str, Any]]:
     """Return the run's loss, effect and watched size at the step, and at the earlier steps."""
     names = {"loss": "loss", "effect": "effect", "size": _watched_name(where)}
     at_step, usual = {}, {}
@@ -128,7 +128,7 @@ def _run_values(history: History, where: Departure) -> tuple[dict[str, float], d
     return at_step, usual
 
 
-def _options(history: History, where: Departure) -> dict[str, Any]:
+def _options(history: History, where: Deviation) -> dict[str, Any]:
     """Return the options of the branches: usual norm, usual learning rate, watched quantity and layer."""
     steps = range(where.step - WINDOW, where.step)
     gradients = [series for name, series in history.items() if name.startswith("gradient/")]
@@ -144,7 +144,7 @@ def _options(history: History, where: Departure) -> dict[str, Any]:
     return options
 
 
-def _branch(name: str, values: Mapping[str, Any], found_harms: Sequence[Harm]) -> Branch:
+def _branch(name: str, values: Mapping[str, Any], found_harms: Sequence[Excess]) -> Branch:
     numbers = [values[metric].get(name) for metric in ("loss", "effect", "later")]
     loss, effect, later = [None if number is None else median_outcome(number) for number in numbers]
     removed = found_harms[0].removed_share(name) if found_harms and name != "run" else None

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from ...report import inspect_run
-from ...runs import Stretch
+from ...runs import StepRange
 
-TrainAgain = Callable[[Stretch, str, Mapping[str, Any]], Path]
+TrainAgain = Callable[[StepRange, str, Mapping[str, Any]], Path]
 """Trains a stretch of the run again with one hook and its options, and returns the folder of its measurements."""
 
 
@@ -19,7 +19,7 @@ def recorded(points: Sequence[Any], hook: str) -> Iterator[tuple[int, str, Any]]
             yield step, name, value
 
 
-def measure(train_again: TrainAgain, stretch: Stretch, hook: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def measure(train_again: TrainAgain, stretch: StepRange, hook: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Train a stretch again, and return the values that the hook recorded: by metric, or by metric and branch."""
     points = inspect_run(train_again(stretch, hook, options)).points
     values: dict[str, Any] = {}

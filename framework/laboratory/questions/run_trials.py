@@ -8,7 +8,7 @@ from ...checkpoints import checkpoints_by_moment
 from ...doctor import Diagnosis, History
 from ...errors import LoopscopeError
 from ...hooks import HookRegistry
-from ...runs import DivergedError, RunFolder, Stretch
+from ...runs import DivergedError, RunFolder, StepRange
 from .repeated_steps import TrainAgain, measure
 from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests
 
@@ -50,7 +50,7 @@ def try_changes(
                 f"the run has no checkpoint before step {plan.step:,}, and is too far from its start; train it with "
                 "--save-checkpoints"
             )
-        stretch = Stretch(plan.step, plan.step, label=f"hypotheses_step_{plan.step}")
+        stretch = StepRange(plan.step, plan.step, label=f"hypotheses_step_{plan.step}")
         try:
             measured = measure(train_again, stretch, HOOK, options)
         except DivergedError as error:

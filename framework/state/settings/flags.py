@@ -135,7 +135,7 @@ class MatmulPrecision(Flag):
         return (_C._get_float32_matmul_precision,)
 
 
-class HooksOfAll(Flag):
+class GlobalHooks(Flag):
     """The hooks on all modules or optimizers; almost always there are none, which one call can tell."""
 
     def readers(self) -> Sequence[Callable[[], Any]]:
@@ -355,7 +355,7 @@ QUICK_FLAGS = {
     # The processor's mode cannot be read, but in it the smallest denormal equals 0.
     "flushing of denormals": Flag(partial(eq, _SMALLEST, 0.0), torch.set_flush_denormal),
     "saved-tensor hooks": Flag(_saved_tensor_hooks, _set_saved_tensor_hooks),
-    "hooks on all modules or optimizers": HooksOfAll(_hooks_of_all, _set_hooks_of_all),
+    "hooks on all modules or optimizers": GlobalHooks(_hooks_of_all, _set_hooks_of_all),
 }
 # Settings that cost more to read or only select an algorithm; guardian, audit and complete checks read them.
 _SLOW = {

@@ -28,7 +28,7 @@ from loopscope.checkpoints import (
 from loopscope.checkpoints.format import DamagedCheckpointError, PartialCheckpoint
 from loopscope.engine import HookManager
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.file_digests import sealed
+from loopscope.file_digests import with_checksum
 from loopscope.loops import epoch_loop
 from loopscope.state import differing as differing_digests
 from loopscope.state import without_on_demand
@@ -281,7 +281,7 @@ def sign(folder: Path, name: str) -> None:
     data = (folder / name).read_bytes()
     manifest["files"][name] = {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
     del manifest["digest"]
-    (folder / MANIFEST).write_text(json.dumps(sealed(manifest)))
+    (folder / MANIFEST).write_text(json.dumps(with_checksum(manifest)))
 
 
 # Refusals

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from loopscope.data import Batch, Loader, TensorLoader, random_order
 from loopscope.laboratory.questions import Explanation, explain
-from loopscope.runs import ExperimentConfig, ExperimentRunner, RunOptions, Session, Stretch
+from loopscope.runs import ExperimentConfig, ExperimentRunner, RunOptions, Session, StepRange
 from loopscope.sinks import JSONLSink
 from torch import Tensor, nn
 from torch.nn import functional
@@ -186,7 +186,7 @@ def explanation_of(folder: Path, step: int, **options: Any) -> Explanation:
     """Train a run, then explain a step of it."""
     session(folder, **options).run()
 
-    def train_again(stretch: Stretch, hook: str, hook_options: Mapping[str, Any]) -> Path:
+    def train_again(stretch: StepRange, hook: str, hook_options: Mapping[str, Any]) -> Path:
         return session(folder, {hook: hook_options}, **options).rewind(stretch)[0]
 
     runner = Planted(PlantedConfig(**options))

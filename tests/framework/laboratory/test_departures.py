@@ -12,7 +12,7 @@ from loopscope.laboratory.questions.departures import (
     MOST_TESTED_STEPS,
     SMALLEST_SPREAD,
     WINDOW,
-    Departure,
+    Deviation,
     departures,
     scores,
 )
@@ -21,7 +21,7 @@ from loopscope.laboratory.usual_values import without_trend
 LENGTH = HISTORY + WINDOW + MOST_TESTED_STEPS
 
 
-def first_departure(history: dict[str, dict[int, float]], step: int) -> tuple[Departure | None, str]:
+def first_departure(history: dict[str, dict[int, float]], step: int) -> tuple[Deviation | None, str]:
     found, reason = departures(history, step)
     return (found or [None])[0], reason
 

@@ -10,7 +10,7 @@ import pytest
 from loopscope import sinks, training_hooks
 from loopscope.cli import main
 from loopscope.laboratory.questions import Explanation, explain, explanation
-from loopscope.laboratory.questions.departures import Departure
+from loopscope.laboratory.questions.departures import Deviation
 
 from tests.framework.laboratory.planted import (
     CAUSES,
@@ -102,7 +102,7 @@ def test_early_causes_are_right_or_unknown(plant, tmp_path):
 )
 def test_first_departure_is_reported_without_cause(causes, step, monkeypatch, tmp_path):
     """If no departure has a cause, the first one is explained, not the last one that was tried."""
-    found = [Departure(4 + place, "loss", "", 9.0, 1.0, 0.01, 2, []) for place in range(len(causes))]
+    found = [Deviation(4 + place, "loss", "", 9.0, 1.0, 0.01, 2, []) for place in range(len(causes))]
     judged = {where.step: Explanation(where.step, cause, "", where) for where, cause in zip(found, causes, strict=True)}
     monkeypatch.setattr(explanation, "departures", lambda history, step: (found, ""))
     monkeypatch.setattr(explanation, "read_history", lambda run, hook: {})

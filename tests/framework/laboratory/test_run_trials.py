@@ -9,7 +9,7 @@ from loopscope import sinks, training_hooks
 from loopscope.doctor import Diagnosis, Finding, History
 from loopscope.errors import UsageError
 from loopscope.laboratory.questions import try_changes
-from loopscope.runs import Stretch
+from loopscope.runs import StepRange
 
 from .planted import session
 
@@ -36,7 +36,7 @@ def spike_tests(folder: Path, step: int, plant: str, **options: Any) -> Diagnosi
 def try_on(folder: Path, name: str, step: int, **options: Any) -> Diagnosis:
     """Test a finding about a run."""
 
-    def train_again(stretch: Stretch, hook: str, hook_options: Mapping[str, Any]) -> Path:
+    def train_again(stretch: StepRange, hook: str, hook_options: Mapping[str, Any]) -> Path:
         return session(folder, {hook: hook_options}, **options).rewind(stretch)[0]
 
     diagnosis = Diagnosis([finding(name, step)])

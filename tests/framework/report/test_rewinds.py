@@ -15,7 +15,7 @@ from loopscope.durable_files import write_json
 from loopscope.hooks import ALERTS
 from loopscope.laboratory.questions import Explanation, explanation_lines
 from loopscope.report import find_runs, run_reader
-from loopscope.runs import EXPLANATION, REWINDS, SUMMARY, Stretch
+from loopscope.runs import EXPLANATION, REWINDS, SUMMARY, StepRange
 
 from tests.framework.laboratory.planted import explanation_of, session
 from tests.framework.report.pages import ReadPage, reported
@@ -30,7 +30,7 @@ def explanation(tmp_path_factory: pytest.TempPathFactory) -> Explanation:
     """Train a run, explain a step of it, and train a stretch again with other hooks."""
     folder = tmp_path_factory.mktemp("rewound")
     explanation = explanation_of(folder, 60, **OPTIONS)
-    session(folder, {"variance": {"window": 2, "every": 10}}, **OPTIONS).rewind(Stretch(55, 58))
+    session(folder, {"variance": {"window": 2, "every": 10}}, **OPTIONS).rewind(StepRange(55, 58))
     return explanation
 
 

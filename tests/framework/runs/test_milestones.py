@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from loopscope import sinks, training_hooks
-from loopscope.runs import Stretch
+from loopscope.runs import StepRange
 
 from tests.framework.checkpoints.killed_sessions import kill_after
 from tests.framework.runs.small_experiment import SmallSteps, contents, session
@@ -56,8 +56,8 @@ def test_resumed_milestones_equal_the_whole_run(step: int, finished: Path, tmp_p
 
 
 @pytest.mark.guarantee("runs-can-be-verified")
-@pytest.mark.parametrize("stretch", [Stretch(3, 6), Stretch(4, 9), Stretch(11, 12)], ids=["3", "4", "11"])
-def test_stretches_with_milestones_are_rewound(stretch: Stretch, finished: Path) -> None:
+@pytest.mark.parametrize("stretch", [StepRange(3, 6), StepRange(4, 9), StepRange(11, 12)], ids=["3", "4", "11"])
+def test_stretches_with_milestones_are_rewound(stretch: StepRange, finished: Path) -> None:
     """A stretch, which ``rewind`` and ``verify --intervals`` train again, equals the checkpoints of the run."""
     _, _, compared = session(finished, Milestones, **OPTIONS, hooks=["hessian"]).rewind(stretch, recorded=False)
     assert list(compared)[-1] == stretch.until

@@ -26,7 +26,7 @@ from loopscope.data import (
     random_order,
 )
 from loopscope.errors import UsageError
-from loopscope.runs import Stretch
+from loopscope.runs import StepRange
 from loopscope.runs.records import RunRecord
 from loopscope.runs.resume import refuse_other_data
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
@@ -141,7 +141,7 @@ def test_changed_data_are_refused(tmp_path, kind):
         session(tmp_path, Shifted, **options, resume=kind == "resume"),
         tmp_path / RUN / "experiment_config.json",
     )
-    acts = {"rewind": lambda: now.rewind(Stretch(4, 9)), "resume": now.run, "validate": now.validate}
+    acts = {"rewind": lambda: now.rewind(StepRange(4, 9)), "resume": now.run, "validate": now.validate}
     was = read_json(record)["rows"]["xxh3_128"]
     before = record.read_bytes()
     with pytest.raises(UsageError) as refused:
@@ -169,7 +169,7 @@ def test_digests_cover_rows_since_the_previous_digest(tmp_path, capfd):
     assert [(line["since"], line["step"]) for line in lines] == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert len({line["entries"]["rows"] for line in lines}) == 4
     now = session(tmp_path / "a", Sampled, **OPTIONS, digest_every=2)
-    assert now.rewind(Stretch(5, 8))[2] == [4, 6, 8, 9]
+    assert now.rewind(StepRange(5, 8))[2] == [4, 6, 8, 9]
     assert main(["diff", *[str(tmp_path / name / RUN) for name in "ab"]]) == 0  # other steps do not compare
 
 

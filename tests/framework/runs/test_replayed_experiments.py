@@ -10,7 +10,7 @@ from loopscope import experiments, sinks, training_hooks
 from loopscope.checkpoints import checkpoints_by_moment, read_digests
 from loopscope.cli import main
 from loopscope.cli.options import config_of, parse_recorded, run_options, wanted_sinks
-from loopscope.runs import Session, Stretch, check_device
+from loopscope.runs import Session, StepRange, check_device
 
 from tests.framework.runs.patience import patient_experiments
 from tests.framework.runs.test_rewinding import assert_the_same
@@ -47,7 +47,7 @@ def train(folder: Path, name: str, tokens: Path, *more: str) -> Path:
     return max(path.parent for path in folder.glob("**/experiment_config.json"))
 
 
-def again(run: Path, stretch: Stretch, **changes: Any) -> tuple[Path, int, Sequence[int]]:
+def again(run: Path, stretch: StepRange, **changes: Any) -> tuple[Path, int, Sequence[int]]:
     """Train a stretch of a run again with the recorded options and some changes."""
     experiment, options = parse_recorded(run)
     options |= {"resume": False, "jobs": None, **changes}
@@ -60,14 +60,14 @@ def replay(run: Path, groups: Mapping[str, Path]) -> None:
     last = max(step for _, step in read_digests(run))
     begins = sorted({0, *(step for _, step in checkpoints_by_moment(run / "checkpoints"))} - {last})
     for begin in begins:
-        path, since, compared = again(run, Stretch(begin + 1, last))
+        path, since, compared = again(run, StepRange(begin + 1, last))
         assert (since, compared) == (begin, [*range(begin + 1, last + 1)])
         assert_the_same(path, run, begin + 1, last)
     for group, expected in groups.items():
         for begin in begins[:: len(begins) // 2]:
-            _, since, compared = again(run, Stretch(begin + 1, last), with_hooks=group)
+            _, since, compared = again(run, StepRange(begin + 1, last), with_hooks=group)
             assert compared == [*range(since + 1, last + 1)]
-        path, since, compared = again(run, Stretch(1, last, from_start=True), with_hooks=group)
+        path, since, compared = again(run, StepRange(1, last, from_start=True), with_hooks=group)
         assert (since, compared) == (0, [*range(1, last + 1)])
         assert_the_same(path, expected, 1, last)
 
@@ -80,10 +80,10 @@ def test_replayed_epochs_match_run_with_all_hooks(tmp_path, tokens):
     with patient_experiments():
         words = ("--epochs", "2", "--with-hooks")
         bare, full = (train(tmp_path / group, "mod_arithmetic", tokens, *words, group) for group in ("none", "full"))
-        path, since, compared = again(bare, Stretch(1, 8, from_start=True), with_hooks="full")
+        path, since, compared = again(bare, StepRange(1, 8, from_start=True), with_hooks="full")
         assert (since, compared) == (0, [*range(1, 9)])
         assert_the_same(path, full, 1, 8)
-        path, since, compared = again(full, Stretch(7, 8))  # within an epoch
+        path, since, compared = again(full, StepRange(7, 8))  # within an epoch
         assert (since, compared) == (6, [7, 8])
         assert_the_same(path, full, 7, 8)
 
@@ -93,7 +93,7 @@ def test_replayed_epochs_match_run_with_all_hooks(tmp_path, tokens):
 def test_a_language_model_trained_again_has_its_digests(tmp_path, tokens):
     with patient_experiments():
         run = train(tmp_path, "tied_lm", tokens, "--with-hooks", "none", "--amp", "bf16", "--accumulation-steps", "2")
-        assert again(run, Stretch(4, 6), with_hooks="minimal")[1:] == (3, [4, 5, 6])
+        assert again(run, StepRange(4, 6), with_hooks="minimal")[1:] == (3, [4, 5, 6])
 
 
 @pytest.mark.guarantee("runs-can-be-verified")
@@ -117,4 +117,4 @@ def test_compiled_steps_trained_again_are_the_same(name, tmp_path, tokens):
     run = train(tmp_path, name, tokens, "--with-hooks", "none", "--with-compile")
     replay(run, {})
     last = max(step for _, step in read_digests(run))
-    assert again(run, Stretch(1, last), with_hooks="observers")[2] == [*range(1, last + 1)]
+    assert again(run, StepRange(1, last), with_hooks="observers")[2] == [*range(1, last + 1)]

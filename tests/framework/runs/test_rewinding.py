@@ -11,7 +11,7 @@ from loopscope import sinks, training_hooks
 from loopscope.checkpoints import DIGESTS, read_digests
 from loopscope.cli import main
 from loopscope.errors import UsageError
-from loopscope.runs import Stretch
+from loopscope.runs import StepRange
 from loopscope.runs.validation import DivergedError
 
 from tests.framework.checkpoints.killed_sessions import kill_after
@@ -48,7 +48,9 @@ def last_step(runner: type[Small], until: int) -> int:
     return until if runner is SmallSteps else -(-until // STEPS_PER_EPOCH) * STEPS_PER_EPOCH
 
 
-def rewind(folder: Path, stretch: Stretch, runner: type[Small] = Small, **options: Any) -> tuple[Path, int, list[int]]:
+def rewind(
+    folder: Path, stretch: StepRange, runner: type[Small] = Small, **options: Any
+) -> tuple[Path, int, list[int]]:
     if runner is SmallSteps:
         options = {"amp": "bf16", "accumulation_steps": 2} | options
     path, since, compared = session(folder, runner, **{**OPTIONS, **options}).rewind(stretch)
@@ -96,7 +98,7 @@ def test_rewound_hooks_measure_like_original_hooks(runner, step, finished):
     before = contents(finished / "bare")
     options = {"hooks": hooks_of(runner), "hook_options": WINDOW}
     path, since, compared = rewind(
-        finished / "bare", Stretch(step, min(step + 1, 12), from_start=True), runner, **options
+        finished / "bare", StepRange(step, min(step + 1, 12), from_start=True), runner, **options
     )
     assert since == 0
     assert compared == [each for each in KEPT[runner] if each <= last_step(runner, min(step + 1, 12))]
@@ -113,7 +115,7 @@ def test_rewind_starts_at_nearest_earlier_checkpoint(step, since, finished, tmp_
     """Hooks of the original run resume from that checkpoint."""
     runs = shutil.copytree(finished / "with hooks", tmp_path / "runs")
     options = {"hooks": MANY, "hook_options": WINDOW}
-    path, began, compared = rewind(runs, Stretch(step, min(step + 1, 12)), **options)
+    path, began, compared = rewind(runs, StepRange(step, min(step + 1, 12)), **options)
     assert began == since
     assert compared == [each for each in KEPT[Small] if since < each <= last_step(Small, step + 1)]
     assert_the_same(path, runs / "small/plain", since + 1, step + 1)
@@ -122,7 +124,7 @@ def test_rewind_starts_at_nearest_earlier_checkpoint(step, since, finished, tmp_
 @pytest.mark.longer
 def test_new_hooks_start_between_two_epochs(finished, tmp_path):
     runs = shutil.copytree(finished / "bare", tmp_path / "runs")
-    path, began, _ = rewind(runs, Stretch(8, 9), hooks=["counterfactual", "norms"])
+    path, began, _ = rewind(runs, StepRange(8, 9), hooks=["counterfactual", "norms"])
     assert began == 6
     ours, expected = (
         {key: value for key, value in points(folder).items() if key[0].startswith(("counterfactual", "norms"))}
@@ -139,7 +141,7 @@ def test_rewind_reports_first_divergent_tensor(finished, tmp_path):
     runs = shutil.copytree(finished / "bare", tmp_path / "runs")
     plant(runs / "small/plain", 4, next(iter(PLANTED)))
     with pytest.raises(DivergedError, match=r"diverges from .* at step 4 \(epoch 1\), first in parameters"):
-        rewind(runs, Stretch(3, 5))
+        rewind(runs, StepRange(3, 5))
     summary = json.loads((runs / "small/plain/rewinds/steps_3_to_5/summary.json").read_text())
     assert summary["status"] == "failed"
     assert "at step 4 (epoch 1), first in parameters" in summary["error"]
@@ -151,16 +153,16 @@ def test_impossible_rewind_is_refused(finished, tmp_path):
         ({"lr": 0.5}, "belongs to another run: lr was 0.01 and is 0.5"),
     ):
         with pytest.raises(UsageError, match=sentence):
-            rewind(finished / "bare", Stretch(3, 3), **change)
+            rewind(finished / "bare", StepRange(3, 3), **change)
     with pytest.raises(UsageError, match=r"--step is 40, but the last step of the run in .* is 12\."):
-        rewind(finished / "bare", Stretch(40, 41))
+        rewind(finished / "bare", StepRange(40, 41))
     assert not (finished / "bare/small/plain/rewinds").exists()
     with pytest.raises(UsageError, match="contains no run"):
-        rewind(tmp_path, Stretch(3, 3))
+        rewind(tmp_path, StepRange(3, 3))
     with pytest.raises(UsageError, match=r"step is 0; steps are counted from 1"):
-        Stretch(0, 3)
+        StepRange(0, 3)
     with pytest.raises(UsageError, match="until is 2, before step=3"):
-        Stretch(3, 2)
+        StepRange(3, 2)
 
 
 @pytest.mark.longer
@@ -202,7 +204,7 @@ def test_digests_show_equality_or_first_divergence(tmp_path, capfd):
     assert "Digests of 6 steps: identical.\nMetrics" in capfd.readouterr().out
     assert main(["diff", runs[0], runs[2]]) == 1
     assert "at step 2 (epoch 0), first in parameters/0.weight" in capfd.readouterr().err
-    _, since, compared = rewind(tmp_path / "a", Stretch(7, 8), hooks=["variance"], hook_options=WINDOW)
+    _, since, compared = rewind(tmp_path / "a", StepRange(7, 8), hooks=["variance"], hook_options=WINDOW)
     assert (since, compared) == (0, [2, 4, 6, 8])
     assert session(tmp_path / "a", **DIGESTED).validate() == {"plain": [2, 4, 6, 8, 10, 12]}
     lines = (tmp_path / "a/small/plain" / DIGESTS).read_text().splitlines()
@@ -211,7 +213,7 @@ def test_digests_show_equality_or_first_divergence(tmp_path, capfd):
     assert [step for _, step in read_digests(tmp_path / "a/small/plain")] == [2, 4]  # the chain ends there
     (tmp_path / "a/small/plain" / DIGESTS).write_text(other[0])
     with pytest.raises(DivergedError, match=r"diverges from .* at step 2 \(epoch 0\), first in parameters/0.weight"):
-        rewind(tmp_path / "a", Stretch(7, 8))
+        rewind(tmp_path / "a", StepRange(7, 8))
 
 
 @pytest.mark.slow
