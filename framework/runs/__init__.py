@@ -19,7 +19,7 @@ from .run import Display, Run, attempt, create_manager
 from .run_history import history_without_metrics, read_alerts, read_history
 from .task_building import build_run
 from .session import Session, StrategyPlan
-from .summaries import status_after, status_of_script
+from .summaries import status_of_script
 from .validation import DivergedError, StepRange
 
 __all__ = [
@@ -78,7 +78,6 @@ __all__ = [
     "record_of",
     "require",
     "run_folders",
-    "status_after",
     "status_of_script",
     "union_members",
     "versions",
