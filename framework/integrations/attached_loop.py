@@ -104,6 +104,10 @@ def is_attached(optimizer: Optimizer) -> bool:
     return optimizer in _TRAINED
 
 
+def _do_nothing() -> None:
+    """Note nothing, in a loop whose evaluations are calls."""
+
+
 def _has_no_open_step() -> bool:
     """Return that no step is open, in a loop that does not know its steps."""
     return False
@@ -149,6 +153,8 @@ class AttachedLoop:
         self.hook_calls: AbstractContextManager[object] = nullcontext()
         """Marks calls of the optimizer as those of a hook, in a loop that observes its optimizer."""
         self.is_in_step: Callable[[], bool] = _has_no_open_step
+        self.on_evaluation_numbers: Callable[[], None] = _do_nothing
+        """Called when the script has logged numbers of an evaluation."""
         self.place: dict[str, Any] = {}
         """The position of the loop, in a form of the integration; part of the state."""
 
@@ -490,6 +496,7 @@ class AttachedLoop:
             self.manager.delivery.add(REPORTED, HookPoint.POST_STEP, self.driver.loop.step, dict(plain))
             if evaluates and (evaluation := of_evaluation(plain)):
                 self.driver.record_evaluation(evaluation)
+                self.on_evaluation_numbers()
 
     def _end_interval(self) -> None:
         """End an interval of the step loop, with SNAPSHOT."""

@@ -42,6 +42,8 @@ EVENTS = (
     *("before_update", "after_update"),
 )
 """The methods that a training calls unknowingly, besides those with the arguments of passes."""
+CLEARED = 3
+"""Steps with gradients that were cleared before the update, from which on they are reported."""
 ADVICE = "iterate over scope.batches(loader) and call scope.backward(loss) in place of loss.backward()"
 
 
@@ -200,6 +202,8 @@ class CustomLoop(Transient):
         """Whether hooks have received the loss of the pass in progress."""
         self._probe: tuple[Any, Tensor, int] | None = None
         """A parameter that the newest observed pass has reached, its gradient, and the version of that."""
+        self._cleared = 0  # steps whose gradients were cleared before their update
+        self._evaluates_in_train_mode = False  # the newest pass without gradients since the last step
         self._scaled: Tensor | None = None
         self._scale: Tensor | None = None
         """The newest scaled loss, and its scale."""
@@ -210,7 +214,9 @@ class CustomLoop(Transient):
         self._passed: Batch = NO_ROWS  # the arguments of the newest pass
         self.thread: int | None = None
         if called is not None:
-            self.arguments = ForwardArguments((model, called), self._on_pass, self._hook_calls.is_entered)
+            is_in_hook = self._hook_calls.is_entered
+            self.arguments = ForwardArguments((model, called), self._on_pass, is_in_hook, self._on_evaluation_pass)
+            attached.on_evaluation_numbers = self._on_evaluation_numbers
             self.arguments.arm()
             listen(self)
         attached.is_in_step = self.is_in_step
@@ -459,18 +465,39 @@ class CustomLoop(Transient):
     def _drop_cleared_passes(self) -> None:
         """Forget observed passes whose gradients the loop has cleared since, such as those of another model's loss."""
         step = self._step
-        if not (self._is_counting and step.losses and self._probe is not None):
-            return
-        parameter, gradient, version = self._probe
-        is_cleared = parameter.grad is None
-        if parameter.grad is gradient and gradient._version != version:
-            is_cleared = not bool(torch.count_nonzero(gradient.detach()))
-        if is_cleared:
+        if self._is_counting and step.losses and self._is_cleared:
             newest = step.batches[-1] if step.has_new_batch or self._has_batches else NO_ROWS
             self._cancel_step()
             self._others.watch()
             if newest is not NO_ROWS:
                 self.micro_batch(newest, None)
+
+    @property
+    def _is_cleared(self) -> bool:
+        """Whether a gradient that the newest observed pass has computed is gone, or was set to zero."""
+        if self._probe is None:
+            return False
+        parameter, gradient, version = self._probe
+        if parameter.grad is gradient and gradient._version != version:
+            return not bool(torch.count_nonzero(gradient.detach()))
+        return parameter.grad is None
+
+    def _note_cleared(self) -> None:
+        """Report gradients that the loop has cleared before the update in several steps."""
+        self._cleared += 1
+        if self._cleared == CLEARED and self._attached.manager.task.ranks.is_main:
+            loop = self._driver.loop
+            sentence = "The gradients are set to zero between the backward pass and the update."
+            alert = Alert(sentence, metric="cleared_gradients", step=loop.step, id="gradients-zeroed-too-early")
+            self._attached.manager.delivery.report(alert, "loop", loop.epoch)
+
+    def _on_evaluation_pass(self, train: bool) -> None:
+        self._evaluates_in_train_mode = train
+
+    def _on_evaluation_numbers(self) -> None:
+        """Report an evaluation whose newest pass, before its numbers were logged, ran in train mode."""
+        if self._evaluates_in_train_mode:
+            self._modes.note_train_mode()
 
     # Epochs
 
@@ -878,6 +905,8 @@ class CustomLoop(Transient):
                 "hooks at POST_BACKWARD saw the gradients accumulated until then; call "
                 "scope.backward(loss, last=True) for the last micro-batch of a shorter step.",
             )
+        elif self._is_cleared:
+            self._note_cleared()
         self._gradients_complete()
 
     def after_update(self, index: int) -> None:
@@ -900,7 +929,7 @@ class CustomLoop(Transient):
     def _end_step(self, *, skipped: bool) -> None:
         with self._hook_calls:
             self._driver.after_update(skipped=skipped)
-        self._step = Step()
+        self._step, self._evaluates_in_train_mode = Step(), False
         if self.arguments is not None and not self._is_bare:
             self.arguments.end_step()
         self._index += 1

@@ -31,10 +31,18 @@ class ForwardArguments(Transient):
         modules: the model, and the wrapper around it that the loop calls, if any.
         receive: receives the only argument, or the arguments by name.
         is_in_hook: returns whether a hook is being called, whose passes do not count.
+        note_evaluation: receives the mode of each pass without gradients.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], receive: Receiver, is_in_hook: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        receive: Receiver,
+        is_in_hook: Callable[[], bool],
+        note_evaluation: Callable[[bool], None] | None = None,
+    ) -> None:
         self._modules, self._receive, self._is_in_hook = modules, receive, is_in_hook
+        self._note_evaluation = note_evaluation
         self._handle: Any = None
         self._has_received = False
         # A module that was compiled in place calls its hooks within its graph, where they would have no effect.
@@ -93,9 +101,13 @@ class ForwardArguments(Transient):
             self._note(module, inputs, sys._getframe(1).f_locals.get("kwargs", {}))
 
     def _note(self, module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        if torch.is_grad_enabled() and not self._is_in_hook():
+        if self._is_in_hook():
+            return
+        if torch.is_grad_enabled():
             # A pass in eval mode may be one of an evaluation with gradients on.
             self.receive(arguments_of(module, inputs, options), train=module.training)
+        elif self._note_evaluation is not None:
+            self._note_evaluation(module.training)
 
 
 def arguments_of(module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:

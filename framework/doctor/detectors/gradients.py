@@ -370,6 +370,17 @@ class GradientsZeroedTooEarly(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if several checked steps lost all gradients before their update or between micro-batches."""
+        if alerts := history.alerts_of("loop", "cleared_gradients"):
+            yield self.finding(
+                "critical",
+                int(alerts[0]["step"] or 0),
+                "The gradients are set to zero before the update: the backward pass has computed them, and "
+                "optimizer.step() finds none.",
+                "Call in this order: loss.backward(), optimizer.step(), optimizer.zero_grad().",
+                Evidence("loop/cleared_gradients", len(alerts), None, "no alert"),
+                confidence=0.97,
+            )
+            return
         norms, factors = history.gradient_norms, history.curve(f"{CHECKS}/clip_factor")
         has_gradient = np.array([norms.at(int(step)) > 0 for step in factors.steps], dtype=bool)
         is_lost = (factors.values == 0) & has_gradient

@@ -86,6 +86,11 @@ class EvaluationModes:
         if has_numbers and self._call.is_in_train_mode and self._can_notice_train_mode():
             self._report_train_mode()
 
+    def note_train_mode(self) -> None:
+        """Report an evaluation that was seen to run the model in train mode."""
+        if self._can_notice_train_mode():
+            self._report_train_mode()
+
     def stop(self) -> None:
         """Stop watching; further calls do nothing."""
         self._call.stop()

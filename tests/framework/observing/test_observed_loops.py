@@ -299,3 +299,28 @@ def test_steps_that_are_asked_for_are_a_success(tmp_path: Path) -> None:
     with pytest.raises(SystemExit), loopscope.attach(model, optimizer, stop_after=3, **options):
         plain(model, optimizer)
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"
+
+
+def test_gradients_cleared_before_the_update_are_reported(tmp_path: Path) -> None:
+    def clearing(model: nn.Module, optimizer: Any) -> None:
+        for _ in range(STEPS):
+            inputs, targets = rows()
+            functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.zero_grad()
+            optimizer.step()
+
+    _, scope = trained(clearing, tmp_path, hooks=None, with_hooks="health")
+    assert "gradients-zeroed-too-early" in [finding.id for finding in scope.diagnose()]
+
+
+def test_evaluations_in_train_mode_are_reported(tmp_path: Path) -> None:
+    """If the script logs the numbers of a validation after passes without gradients in train mode."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with loopscope.attach(model, optimizer, out=tmp_path / "run", display="none") as scope:
+        for _ in range(3):
+            plain(model, optimizer)
+            with torch.no_grad():
+                loss = functional.cross_entropy(model(rows()[0]), rows()[1])
+            scope.log(val_loss=loss)
+    assert "evaluation-in-train-mode" in [finding.id for finding in scope.diagnose()]
