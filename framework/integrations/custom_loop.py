@@ -492,7 +492,7 @@ class CustomLoop(Transient):
             self._attached.manager.delivery.report(alert, "loop", loop.epoch)
 
     def _on_evaluation_pass(self, train: bool) -> None:
-        self._evaluates_in_train_mode = train
+        self._evaluates_in_train_mode = train and self._modes.have_effect()
 
     def _on_evaluation_numbers(self) -> None:
         """Report an evaluation whose newest pass, before its numbers were logged, ran in train mode."""

@@ -6,6 +6,8 @@ from functools import wraps
 from typing import Any, ClassVar
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...hooks import Alert
@@ -85,6 +87,11 @@ class EvaluationModes:
         self._call.stop()
         if has_numbers and self._call.is_in_train_mode and self._can_notice_train_mode():
             self._report_train_mode()
+
+    def have_effect(self) -> bool:
+        """Return whether a layer whose mode matters is in train mode, as opposed to those of a frozen trunk."""
+        kinds = (_DropoutNd, _BatchNorm)
+        return any(module.training for module in self._model.modules() if isinstance(module, kinds))
 
     def note_train_mode(self) -> None:
         """Report an evaluation that was seen to run the model in train mode."""
