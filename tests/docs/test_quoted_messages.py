@@ -46,6 +46,7 @@ def quotes(page: str) -> list[str]:
     return [quote for quote in found if len(quote) >= 30 and quote.count(" ") > 3]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("page", PAGES)
 def test_quoted_messages_are_in_the_source(page: str) -> None:
     shares = {quote: covered(quote) for quote in quotes(page)}

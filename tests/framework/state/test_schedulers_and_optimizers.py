@@ -135,6 +135,7 @@ def test_resumed_schedule_equals_the_uninterrupted_one(make_optimizer, make_sche
     assert resumed.train(stop, TOTAL) == expected[stop:]
 
 
+@pytest.mark.longer
 @each_row
 @pytest.mark.guarantee("interventions-are-undone")
 def test_steps_of_all_schedulers_are_rolled_back(make_optimizer, make_scheduler) -> None:
