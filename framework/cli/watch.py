@@ -56,7 +56,7 @@ def watch_parser() -> argparse.ArgumentParser:
     add("--overwrite", action="store_true", help="replace a run in that folder")
     add("--loop", choices=("step", "epoch"), help=argparse.SUPPRESS)
     add("--log-every", metavar="N", type=_count, help="steps between two deliveries of metrics (100)")
-    add("--display", choices=("normal", "verbose", "silent", "none"), help="what is shown (normal)")
+    add("--display", choices=("brief", "normal", "verbose", "silent", "none"), help="what is shown (brief)")
     add("--audit", action="store_true", help="compare every byte of the training before and after every hook")
     add("--stop-after", metavar="N", type=_count, help="end the command after N steps, with status 0")
     add("--stop-on", choices=("critical", "nonfinite"), help="end the command at such a finding, with status 3")

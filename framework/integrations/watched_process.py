@@ -137,9 +137,8 @@ class WatchedProcess:
         others = [item for one in optimizers for item in parameters_of(one) if id(item) not in own]
         try:
             target: nn.Module = module
-            if (
-                others
-            ):  # parts that are called one by one, such as encoder and decoder, or a part of a checkpointed model
+            # Parts may be called one by one, such as encoder and decoder, or within a checkpointed model.
+            if others:
                 found = modules_over([*module.parameters(), *others])
                 target = found[0] if len(found) == 1 else nn.ModuleList(found)
             with preserved_streams():

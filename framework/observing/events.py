@@ -54,20 +54,21 @@ _LISTENING: "WeakSet[LoopEvents]" = WeakSet()
 
 
 def listen(loop: LoopEvents) -> None:
-    """Tell a loop of the events of this process from now on."""
+    """Report the events of this process to a loop from now on."""
     with VISITS:
         _LISTENING.add(loop)
         for place in _PLACES:
             place.install()
 
 
-def _told() -> list[LoopEvents]:
+def _listeners() -> list[LoopEvents]:
+    """Return the loops that train in this thread, or in an unknown one."""
     here = get_ident()
     return [loop for loop in [*_LISTENING] if loop.thread in (None, here)]
 
 
 def stop_listening(loop: LoopEvents) -> None:
-    """Tell a loop of no more events; further calls do nothing."""
+    """Report no more events to a loop; further calls do nothing."""
     with VISITS:
         _LISTENING.discard(loop)
         if not _LISTENING:
@@ -103,16 +104,16 @@ def _observed_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     def backward(*args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else kwargs.get("tensors", ())
         roots = [given] if isinstance(given, Tensor) else [item for item in given if isinstance(item, Tensor)]
-        told = _told()
-        for loop in told:
+        listeners = _listeners()
+        for loop in listeners:
             loop.before_backward(roots)
         try:
             result = function(*args, **kwargs)
         except BaseException:
-            for loop in told:
+            for loop in listeners:
                 loop.on_failed_backward()
             raise
-        for loop in told:
+        for loop in listeners:
             loop.after_backward(roots)
         return result
 
@@ -121,7 +122,7 @@ def _observed_backward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _observed_grouping(function: Callable[..., Any]) -> Callable[..., Any]:
     def group_tensors_by_device_and_dtype(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        for loop in _told():
+        for loop in _listeners():
             loop.on_gradients_used(tensors[0])
         return function(tensors, *args, **kwargs)
 
@@ -131,7 +132,7 @@ def _observed_grouping(function: Callable[..., Any]) -> Callable[..., Any]:
 def _observed_scale(function: Callable[..., Any]) -> Callable[..., Any]:
     def scale(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         scaled = function(scaler, *args, **kwargs)
-        for loop in _told():
+        for loop in _listeners():
             loop.on_scale(scaler, scaled)
         return scaled
 
@@ -140,7 +141,7 @@ def _observed_scale(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _observed_unscale(function: Callable[..., Any]) -> Callable[..., Any]:
     def unscale(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        for loop in _told():
+        for loop in _listeners():
             loop.on_unscale(optimizer)
         return function(scaler, optimizer, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What the doctor reads of a training in progress: the graph of the loss, and the modes of evaluations."""
+"""The doctor's readings of a training in progress: the graph of its loss, and the modes of its evaluations."""
 
 from .backward_passes import BackwardPass
 from .backward_recorder import BackwardRecorder

@@ -168,11 +168,15 @@ def _with_shifted_seeds(module: Any, shift: int) -> None:
 
 
 def _shifted(function: Any, shift: int) -> Any:
+    def shifted(seed: Any) -> Any:
+        # Also NumPy's integers; None and texts are seeds of Python's generator that no number can be added to.
+        is_number = hasattr(seed, "__index__") and not isinstance(seed, bool)
+        return seed + shift if is_number else seed
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        args = tuple([item + shift if type(item) is int else item for item in args[:1]]) + args[1:]
-        kwargs = {name: item + shift if type(item) is int else item for name, item in kwargs.items()}
-        return function(*args, **kwargs)
+        args = (*map(shifted, args[:1]), *args[1:])
+        return function(*args, **{name: shifted(item) for name, item in kwargs.items()})
 
     return wrapper
 
@@ -205,6 +209,8 @@ def _load_hidden() -> None:
 def _say_if_nothing_started() -> None:
     """Say at the end of the command's own process that neither it nor its children have trained."""
     path = os.environ.get("LOOPSCOPE_WATCH_STARTED", "")
+    if os.environ.get("LOOPSCOPE_WATCH_ROOT") != str(os.getpid()):  # a process that the command has forked
+        return
     try:
         is_empty = os.path.getsize(path) == 0
         os.unlink(path)
