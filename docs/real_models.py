@@ -279,7 +279,7 @@ def data_table(reasons: Mapping[str, Mapping[str, str]]) -> str:
     """Return the lines of the table, from the reasons of every hook by model."""
     rows = [
         (
-            f"[`{hook.name}`](hooks/{hook.name}.md)",
+            f"[`{hook.name}`](hooks/index.md#{hook.name})",
             *(
                 reason(model_reasons.get(hook.name, SILENT.get(hook.name, "no metrics")))
                 for model_reasons in reasons.values()

@@ -1,4 +1,4 @@
-"""MkDocs hooks of `make site`: the start page begins with README.md, and long pages are added to their summaries.
+"""MkDocs hooks of `make site`: the start page begins with README.md, hooks have pages, and summaries their long pages.
 
 Links to files outside the site become text.
 """
@@ -14,6 +14,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from docs import generate
 from docs.long_pages import PAGES, full_pages
 
 ROOT = Path(__file__).parents[1]
@@ -33,8 +34,10 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> None:
-    """Add the changelog, and the long pages, of which only summaries are committed."""
+    """Add the changelog, the pages of the hooks, and the long pages, of which only summaries are committed."""
     files.append(File.generated(config, OUTSIDE["CHANGELOG.md"], abs_src_path=str(ROOT / "CHANGELOG.md")))
+    for name, text in generate.hook_pages().items():
+        files.append(File.generated(config, f"hooks/{name}.md", content=text))
     for name, text in full_pages().items():
         files.append(File.generated(config, f"full/{name}.md", content=text))
 
@@ -58,19 +61,25 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
 def convert_links(text: str, source: str, place: str) -> str:
     """Convert the links of a file to links of the page ``place``; a link to a file outside the site becomes its text.
 
-    A link whose text is the name of a page shows the title of the page instead.
+    A link whose text is the name of a page shows the title of the page instead. A link to a hook in the committed list
+    of hooks leads to the page of the hook.
 
     >>> convert_links("[a](../README.md) [b](../framework/loops.py) [c](loop.md#x)", "docs/own.md", "own.md")
     '[a](index.md) b [c](loop.md#x)'
     >>> convert_links("[sinks.md](../sinks.md#alerts)", "docs/reference/own.md", "reference/own.md")
     '[Sinks](../sinks.md#alerts)'
+    >>> convert_links("[a](hooks/index.md#norms) [b](hooks/index.md#outputs)", "docs/own.md", "own.md")
+    '[a](hooks/norms.md) [b](hooks/index.md#outputs)'
     """
+    names = {hook.name for hook in generate.shipped_hooks()}
 
     def link(match: re.Match[str]) -> str:
         label, target, anchor = match.groups()
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         if path not in OUTSIDE and not path.startswith("docs/"):
             return label
+        if ROOT / path == generate.PAGE and anchor[1:] in names:
+            path, anchor = f"docs/hooks/{anchor[1:]}.md", ""
         if label.endswith(".md") and path.endswith(f"/{label}"):
             label = (ROOT / path).read_text(encoding="utf-8").partition("# ")[2].partition("\n")[0]
         page = OUTSIDE.get(path, path.removeprefix("docs/"))

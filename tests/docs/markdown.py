@@ -64,9 +64,11 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", prose(page), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """Return the anchors of a page: those of its headings, and ``<a id="name"></a>``."""
+    text = prose(page)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    titles = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return titles | set(re.findall(r'<a id="([^"]+)"></a>', text))
 
 
 def code(cell: str) -> list[str]:

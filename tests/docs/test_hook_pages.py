@@ -1,4 +1,4 @@
-"""docs/hooks/ is up to date, and every hook class is fully documented."""
+"""docs/hooks/index.md is up to date, and every hook class is fully documented."""
 
 import doctest
 import re
@@ -40,9 +40,24 @@ def missing(hook: type[TrainingHook]) -> list[str]:
     return [*([] if first else ["description"]), *([] if infos else ["metrics"]), *blank, *options]
 
 
-def test_pages_are_those_that_make_docs_writes() -> None:
-    written = {path.name: path.read_text(encoding="utf-8") for path in generate.FOLDER.glob("*.md")}
-    assert written == generate.pages(), "docs/hooks/ is stale: run make docs"
+def test_list_is_that_of_the_classes() -> None:
+    written = generate.PAGE.read_text(encoding="utf-8")
+    assert written == generate.index_page(generate.shipped_hooks()), "docs/hooks/index.md is stale: run make docs"
+
+
+def test_only_the_list_of_hooks_is_committed() -> None:
+    """The site's pages are generated when it is built, and a file of the same name would replace one."""
+    assert [path.name for path in generate.PAGE.parent.iterdir()] == ["index.md"]
+
+
+@SHIPPED
+def test_page_of_a_hook_is_complete(hook: type[TrainingHook]) -> None:
+    """The site's page has each metric, each option and the assumptions."""
+    page = generate.hook_pages()[hook.name]
+    assert page.startswith(f"# {hook.name}\n")
+    assert [info.name for info in hook().describe_metrics() if f"| `{hook.name}/{info.name}` |" not in page] == []
+    assert [name for name in hook_options(hook) if f"| `{hook.name}.{name}` |" not in page] == []
+    assert "\nAssumes " in page
 
 
 @SHIPPED
@@ -73,8 +88,9 @@ def test_hook_cost_is_read_from_benchmarks(tmp_path) -> None:
 
 def test_cells_of_the_index_are_short() -> None:
     """A cost is a percentage on one line, and needs are names without an explanation."""
-    rows = [row for table in tables(generate.FOLDER / "index.md") for row in table]
-    assert {row["hook"] for row in rows} == {f"[`{hook.name}`]({hook.name}.md)" for hook in generate.shipped_hooks()}
+    rows = [row for table in tables(generate.PAGE) for row in table]
+    names = [hook.name for hook in generate.shipped_hooks()]
+    assert {row["hook"] for row in rows} == {f'<a id="{name}"></a>[`{name}`](index.md#{name})' for name in names}
     for row in rows:
         assert re.fullmatch(r"-|[\d,.]+\N{NO-BREAK SPACE}%", row["cost"])
         assert re.fullmatch(r"(`\w+`(, )?)*", row["needs"])
@@ -107,13 +123,12 @@ def test_every_picture_has_a_program() -> None:
     assert drawn <= {hook.name for hook in generate.shipped_hooks()}
 
 
-@pytest.mark.longer
-def test_write_adds_updates_and_removes_pages(tmp_path) -> None:
-    (tmp_path / "gone.md").write_text("a hook that is no more")
-    (tmp_path / "norms.md").write_text("stale")
-    assert set(generate.write(tmp_path)) == {*generate.pages(), "gone.md"}
-    assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == generate.pages()
-    assert generate.write(tmp_path) == []
+def test_write_renews_a_stale_list(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(generate, "PAGE", tmp_path / "index.md")
+    generate.PAGE.write_text("stale")
+    assert generate.write()
+    assert "(index.md#norms)" in generate.PAGE.read_text(encoding="utf-8")
+    assert not generate.write()
 
 
 def test_examples_of_the_generator_are_right() -> None:

@@ -16,7 +16,7 @@ from loopscope import hooks
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from docs import roles, site
+from docs import generate, roles, site
 from docs.long_pages import PAGES as PAGES_IN_FULL
 from tests.docs.markdown import PAGES, ROOT
 from tests.support.processes import own_process
@@ -68,8 +68,18 @@ def test_site_has_long_pages_with_their_tables(built: Path) -> None:
         assert f'href="full/{name}.html"' in (built / f"{name}.html").read_text(encoding="utf-8")
 
 
+def test_site_has_a_page_of_every_hook(built: Path) -> None:
+    """Pages of the site link to it where the committed pages link to the list of hooks."""
+    for name in generate.hook_pages():
+        shown = (built / f"hooks/{name}.html").read_text(encoding="utf-8")
+        assert f"<code>{name}/" in shown
+        assert not re.search(r"<p>(?:(?!</p>).)*\n(- |\| )", shown, re.S), name
+        assert f'href="{name}.html"' in (built / "hooks/index.html").read_text(encoding="utf-8")
+    assert 'href="hooks/sharpness.html"' in (built / "troubleshooting.html").read_text(encoding="utf-8")
+
+
 def test_links_out_of_the_docs_are_text() -> None:
-    assert doctest.testmod(site) == (0, 2)
+    assert doctest.testmod(site) == (0, 3)
 
 
 def test_links_of_the_package_precede_the_reference() -> None:
