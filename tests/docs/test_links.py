@@ -39,10 +39,12 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 def test_the_index_lists_every_decision_by_its_title() -> None:
     index = (ROOT / "docs/decisions/index.md").read_text(encoding="utf-8")
-    for number, page in enumerate(sorted((ROOT / "docs/decisions").glob("0*.md")), start=1):
-        title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        assert page.name.startswith(f"{number:04d}-")
-        assert f"[{title.partition('. ')[2]}]({page.name})" in index
+    pages = sorted((ROOT / "docs/decisions").glob("0*.md"))
+    assert index.count("\n| ") == len(pages) + 1  # and the heading
+    for page in pages:
+        number, _, title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").partition(". ")
+        assert page.name.startswith(f"{int(number):04d}-")
+        assert f"| {number} | [{title}]({page.name}) |" in index
 
 
 @EVERY

@@ -103,7 +103,7 @@ def storage_of(model: torch.nn.Module) -> torch.UntypedStorage:
 @pytest.mark.guarantee("observers-change-nothing")
 @on_fake_device
 def test_write_without_version_is_reported_in_first_calls():
-    """The bytes are compared by digests that the device computes (docs/decisions/0036)."""
+    """The bytes are compared by digests that the device computes (docs/decisions/0035)."""
     for name, write in WRITES.items():
         hook = at(SpyHook, HookPoint.POST_STEP)(lambda ctx, write=write: write(ctx.model) and {})
         run = train(CASE, [hook], audit=False, raises=StateMutationError, device="fake")
