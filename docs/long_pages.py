@@ -1,6 +1,6 @@
 """Long pages that only the site has, and the summaries of them that are committed.
 
-The tables of docs/data are measured by other commands; proofs and findings are read from the source. Each summary is a
+The tables of docs/data are measured by other commands; the others are read from the source. Each summary is a
 page with a generated part between two comments.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from docs import findings, proofs
+from docs import file_formats, findings, options, proofs
 from docs.generate import DATA, table
 from tests.benchmarks.report import full_page
 
@@ -147,6 +147,8 @@ PAGES: Mapping[str, LongPage] = {
     "real-models": LongPage("Every hook on real models", partial(measured, "real-models"), real_models),
     "proofs": LongPage("The tests of each promise", proofs.page, promises),
     "findings": LongPage("Findings in full", findings.page, symptoms),
+    "options": LongPage("Every option of `loopscope run`", options.page, options.names),
+    "file-formats": LongPage("Every field of the files of a run", file_formats.page, file_formats.names),
 }
 
 

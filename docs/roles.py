@@ -8,7 +8,7 @@ from typing import Any
 
 import griffe
 
-REFERENCE = sorted((Path(__file__).parent / "reference").glob("*.md"))
+REFERENCE = sorted(Path(__file__).parent.glob("reference*.md"))
 DIRECTIVE = re.compile(r"^::: ([\w.]*?(\w+))$", re.MULTILINE)
 """A line of a reference page that shows a docstring: the path of the object, and its last part."""
 PATHS = {name: path for page in REFERENCE for path, name in DIRECTIVE.findall(page.read_text(encoding="utf-8"))}

@@ -66,7 +66,7 @@ def convert_links(text: str, source: str, place: str) -> str:
 
     >>> convert_links("[a](../README.md) [b](../framework/loops.py) [c](loop.md#x)", "docs/own.md", "own.md")
     '[a](index.md) b [c](loop.md#x)'
-    >>> convert_links("[sinks.md](../sinks.md#alerts)", "docs/reference/own.md", "reference/own.md")
+    >>> convert_links("[sinks.md](../sinks.md#alerts)", "docs/decisions/own.md", "decisions/own.md")
     '[Sinks](../sinks.md#alerts)'
     >>> convert_links("[a](hooks/index.md#norms) [b](hooks/index.md#outputs)", "docs/own.md", "own.md")
     '[a](hooks/norms.md) [b](hooks/index.md#outputs)'
