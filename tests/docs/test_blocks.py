@@ -17,7 +17,6 @@ SLOW_PAGES = (
     "many-processes.md",
     "comparing.md",
     "command-line.md",
-    "counterfactuals.md",
     "low-precision-run.md",
     "low-precision.md",
     "notebook.md",
@@ -25,7 +24,7 @@ SLOW_PAGES = (
     "report.md",
     "rewind.md",
     "sinks.md",
-    "tied-embeddings.md",
+    "studies.md",
     "tutorial.md",
 )
 """Pages that together take more than three minutes; smaller versions of their commands run in other tests."""
