@@ -1,7 +1,7 @@
 """Copies of a model's tensors, with the sharding of their originals, saved by name and restored to the model.
 
 This module also contains all XLA-specific code: step markers of the lazy graph, and sharding annotations of copies. It
-imports ``torch_xla`` only if a tensor is on an XLA device. docs/smoothing.md lists the tested parts.
+imports ``torch_xla`` only if a tensor is on an XLA device. docs/studies.md lists the tested parts.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -148,7 +148,7 @@ class Counterfactual(InterventionHook):
 
     A fixed order that is repeated every epoch differs from new shuffles for another reason, too: it produced the state
     at which it is measured. So compare a sorted order with a fixed random one (strategy ``fixed-random`` of
-    mod_arithmetic), not with zero; docs/counterfactuals.md has an example.
+    mod_arithmetic), not with zero; docs/studies.md has an example.
 
     Assumes that observed and shuffled epochs differ only in the order of the data. In a run with committing hooks
     (clipping, smoothing) the shuffled epochs run without those commits, so the excess includes their effect. Dropout
