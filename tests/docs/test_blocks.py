@@ -19,8 +19,6 @@ SLOW_PAGES = (
     "command-line.md",
     "low-precision-run.md",
     "low-precision.md",
-    "notebook.md",
-    "plotting.md",
     "report.md",
     "rewind.md",
     "sinks.md",

@@ -372,5 +372,5 @@ def test_missing_matplotlib_is_reported_with_install_command(finished, tmp_path,
 def test_plotting_page_and_help_list_same_options(capfd):
     assert plotted("--help") == 0
     help_options = set(re.findall(r"--[a-z-]+", capfd.readouterr().out)) - {"--hook-jsonl", "--hook-csv", "--help"}
-    rows = [row["option"] for row in table_with(ROOT / "docs/plotting.md", "option", "meaning")]
+    rows = [row["option of `plot`"] for row in table_with(ROOT / "docs/report.md", "option of `plot`", "meaning")]
     assert help_options == {word for row in rows for option in code(row) for word in re.findall(r"--[a-z-]+", option)}
