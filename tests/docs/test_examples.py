@@ -91,8 +91,10 @@ def test_first_program_on_custom_loops_prints_its_sample(tmp_path: Path, monkeyp
     assert_printed(sample, capsys.readouterr().out)
 
 
-def test_every_example_is_shown_on_a_page() -> None:
-    """Pages show the complete text of the scripts, which tests/docs/test_blocks.py compares."""
+def test_every_example_is_shown_or_named_on_a_page() -> None:
+    """Pages show the complete text of short scripts, which tests/docs/test_blocks.py compares."""
     shown = {block.shown for page in PAGES for block in blocks(page)}
     scripts = {f"docs/examples/{path.name}" for path in FOLDER.glob("*.py")}
-    assert scripts - shown == {"docs/examples/faults.py"}  # docs/troubleshooting.md shows its output
+    assert scripts - shown == {"docs/examples/faults.py", "docs/examples/nanogpt.py"}
+    assert "printed by docs/examples/faults.py" in (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+    assert "`docs/examples/nanogpt.py`" in (ROOT / "docs/custom-loop.md").read_text("utf-8")
