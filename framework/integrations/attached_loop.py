@@ -287,8 +287,9 @@ class AttachedLoop:
         loop: LoopType = self.options.loop if self.options.is_loop_given else "step"
         if found != self._parts or loop != self.options.loop:
             self.options = replace(self.options, loop=loop)
-            left_out = self.manager.hooks.failures.left_out
+            left_out, place = self.manager.hooks.failures.left_out, self.manager.state.loop
             self._assemble({}, **found)
+            self.begin_at(place.epoch, place.step)
             self.manager.hooks.failures.left_out.update(left_out)
 
     def _create_manager(self, task: TrainingTask, state: TrainingState, left_out: Mapping[str, str]) -> HookManager:

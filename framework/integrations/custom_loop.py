@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial, wraps
+from itertools import islice
 from threading import get_ident
 from types import FrameType
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 
 from ..combined_optimizers import separate_optimizers
 from ..data import Batch, MicroBatches
-from ..doctor.senses import EvaluationModes
+from ..doctor.senses import EvaluationModes, last_divisor
 from ..errors import LoopscopeError, RunNotice, UsageError, notice, require, warn, with_lines
 from ..hooks import Alert, HookPoint
 from ..observing import listen, stop_listening
@@ -44,6 +45,8 @@ EVENTS = (
 """The methods that a training calls unknowingly, besides those with the arguments of passes."""
 CLEARED = 3
 """Steps with gradients that were cleared before the update, from which on they are reported."""
+UNUSED = 64
+"""Backward passes without any update, from which on they are reported while gradients are cleared; at the end three."""
 ADVICE = "iterate over scope.batches(loader) and call scope.backward(loss) in place of loss.backward()"
 
 
@@ -203,6 +206,11 @@ class CustomLoop(Transient):
         self._probe: tuple[Any, Tensor, int] | None = None
         """A parameter that the newest observed pass has reached, its gradient, and the version of that."""
         self._cleared = 0  # steps whose gradients were cleared before their update
+        self._lost = 0  # steps whose gradients were cleared between their micro-batches
+        self._passes = 0
+        """The passes since the last update that have reached the parameters."""
+        self._divisor, self._divisors = 1.0, set[float]()
+        """The number by which the loop has divided the loss of the newest pass, and those of these passes."""
         self._evaluates_in_train_mode = False  # the newest pass without gradients since the last step
         self._scaled: Tensor | None = None
         self._scale: Tensor | None = None
@@ -322,6 +330,11 @@ class CustomLoop(Transient):
         with self._hook_calls:
             self._driver.cancel_step()
 
+    def drop_step(self) -> None:
+        """Forget the open step, if any."""
+        if self._step.batches:
+            self._cancel_step()
+
     # Events
 
     @property
@@ -342,9 +355,17 @@ class CustomLoop(Transient):
             return
         self._passed, self.thread = batch, get_ident()
         is_next = step.phase in (BETWEEN_STEPS, IN_STEP) or bool(step.stepped and not self._is_stepping())
-        if train and is_next and self._is_observable:
+        if train and is_next and self._is_observable and not self._has_other_weights:
             self._drop_cleared_passes()
             self._open_step()
+
+    @property
+    def _has_other_weights(self) -> bool:
+        """Whether a pass uses other weights in the model's place, such as the inner steps of ``functional_call``.
+
+        Hooks see the model after it: the step begins with the backward pass.
+        """
+        return any(not item.is_leaf for item in islice(self._driver.task.model.parameters(), 1))
 
     def _open_step(self) -> None:
         """Start a step, or its next micro-batch, on the arguments of the newest pass."""
@@ -373,6 +394,7 @@ class CustomLoop(Transient):
             with self._hook_calls:
                 self._driver.before_backward(roots[0], is_scaled=roots[0] is self._scaled)
         self._is_in_backward, self._gradients = True, self._read_gradients()
+        self._divisor = last_divisor(roots[0]) if is_loss else 1.0
 
     def on_failed_backward(self) -> None:
         """Forget a pass that has raised an error."""
@@ -404,6 +426,8 @@ class CustomLoop(Transient):
         if step.phase not in (IN_STEP, UPDATING) or (step.phase is UPDATING and not step.has_closure):
             return
         step.is_counted = True
+        self._passes += 1
+        self._divisors.add(self._divisor)
         if len(roots) == 1 and roots[0].numel() == 1:
             loss = roots[0].detach().squeeze()
             scale = self._scale if roots[0] is scaled else None
@@ -469,6 +493,7 @@ class CustomLoop(Transient):
             newest = step.batches[-1] if step.has_new_batch or self._has_batches else NO_ROWS
             self._cancel_step()
             self._others.watch()
+            self._report_missing_update(UNUSED)
             if newest is not NO_ROWS:
                 self.micro_batch(newest, None)
 
@@ -485,11 +510,39 @@ class CustomLoop(Transient):
     def _note_cleared(self) -> None:
         """Report gradients that the loop has cleared before the update in several steps."""
         self._cleared += 1
-        if self._cleared == CLEARED and self._attached.manager.task.ranks.is_main:
-            loop = self._driver.loop
+        if self._cleared == CLEARED:
             sentence = "The gradients are set to zero between the backward pass and the update."
-            alert = Alert(sentence, metric="cleared_gradients", step=loop.step, id="gradients-zeroed-too-early")
-            self._attached.manager.delivery.report(alert, "loop", loop.epoch)
+            self._report(sentence, "cleared_gradients", "gradients-zeroed-too-early")
+
+    def _note_lost_passes(self) -> None:
+        """Report gradients that the loop has cleared between the micro-batches of several steps.
+
+        Passes with cleared gradients may also be those of an attack or of another loss. They are micro-batches if the
+        loop divides the loss of each by their number.
+        """
+        if self._passes > len(self._step.losses) and self._divisors == {self._passes}:
+            self._lost += 1
+            if self._lost == CLEARED:
+                count = self._passes
+                sentence = (
+                    f"The gradients are set to zero between {count} micro-batches, of which only the last counts."
+                )
+                self._report(sentence, "cleared_micro_batches", "gradients-zeroed-too-early")
+
+    def _report_missing_update(self, passes: int) -> None:
+        """Report that no update has followed at least so many passes, unless another optimizer makes the updates."""
+        loop = self._driver.loop
+        is_first = not loop.step or (loop.step == 1 and self._step.phase is IN_STEP)
+        if is_first and self._passes >= passes and not self._others.have_stepped and self._is_new("no update"):
+            sentence = f"optimizer.step() was not called after any of {self._passes} backward passes."
+            self._report(sentence, "passes_without_update", "optimizer-not-stepped")
+
+    def _report(self, sentence: str, metric: str, id: str) -> None:
+        """Report a fault of the loop as an alert that belongs to a finding of the doctor."""
+        manager, loop = self._attached.manager, self._driver.loop
+        if manager.task.ranks.is_main:
+            alert = Alert(sentence, metric=metric, step=max(loop.step, 1), value=self._passes, id=id)
+            manager.delivery.report(alert, "loop", loop.epoch)
 
     def _on_evaluation_pass(self, train: bool) -> None:
         self._evaluates_in_train_mode = train and self._modes.have_effect()
@@ -807,6 +860,7 @@ class CustomLoop(Transient):
                     "the loop trains, before it."
                 )
             if status == "completed" and self._attached.is_started:
+                self._report_missing_update(CLEARED)
                 self._finish_step()
                 if self._attached.manager.counts_epochs:  # the step loop does not count an incomplete pass
                     self.end_epoch({})
@@ -826,6 +880,7 @@ class CustomLoop(Transient):
         if self.arguments is not None:
             self.arguments.disarm()  # until the next step, so that the tripwire finds equal settings in all of a step
         losses = step.losses
+        self._note_lost_passes()
         # Without a loss the loop computes gradients itself, and has called gradients_ready() without one.
         loss = (losses[0] if len(losses) == 1 else torch.stack(losses).sum()) if losses else None
         if step.phase is IN_STEP:
@@ -930,6 +985,7 @@ class CustomLoop(Transient):
         with self._hook_calls:
             self._driver.after_update(skipped=skipped)
         self._step, self._evaluates_in_train_mode = Step(), False
+        self._passes, self._divisors = 0, set()
         if self.arguments is not None and not self._is_bare:
             self.arguments.end_step()
         self._index += 1

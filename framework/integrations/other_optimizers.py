@@ -9,6 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..isolation import VISITS
 from ..state import Transient
+from .attached_loop import is_attached
 
 
 class OtherOptimizers(Transient):
@@ -27,6 +28,8 @@ class OtherOptimizers(Transient):
     ) -> None:
         self._model, self._own, self._is_in_hook, self._report = model, own, is_in_hook, report
         self._handle: Any = None
+        self.have_stepped = False
+        """Whether a step was reported."""
 
     def watch(self) -> None:
         """Watch the steps from now on; further calls do nothing."""
@@ -42,13 +45,14 @@ class OtherOptimizers(Transient):
 
     def __call__(self, optimizer: Optimizer, inputs: Any, options: Any) -> None:
         """Report the step of another optimizer: torch calls this after every step."""
-        # A wrapper around an attached optimizer steps that one as well.
-        if self._is_in_hook() or any(item is optimizer for item in self._own):
+        if self._is_in_hook() or is_attached(optimizer):  # here, or with a record of its own
             return
+        # A wrapper around an attached optimizer steps that one as well.
         wrapped = {id(value) for value in vars(optimizer).values()}
         if any(id(item) in wrapped for item in self._own):
             return
         parameters = {id(parameter) for parameter in self._model.parameters()}
         if any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
+            self.have_stepped = True
             self.stop()
             self._report(optimizer)

@@ -78,6 +78,11 @@ class AttachedScope(JupyterMixin):
         """The optimizers of the training."""
         return separate_optimizers(self._attached.driver.task.optimizer)
 
+    @property
+    def steps(self) -> int:
+        """The number of steps so far."""
+        return self._attached.driver.loop.step
+
     def is_of(self, attached: AttachedLoop) -> bool:
         """Return whether a loop is the one of this scope."""
         return attached is self._attached
@@ -173,6 +178,19 @@ class Scope(AttachedScope):
     def is_in_hook(self) -> bool:
         """Whether a hook or a sink of this scope is being called."""
         return self._loop.is_in_hook
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step has begun whose update has not been made."""
+        return self._loop.is_in_step()
+
+    def begin_after(self, steps: int) -> None:
+        """Count the steps that the loop has made before this scope; called before the first step."""
+        self._loop.begin_at(0, steps, steps)
+
+    def drop_step(self) -> None:
+        """Forget the open step, if any, whose update another optimizer makes."""
+        self._loop.drop_step()
 
     def batches(self, loader: Iterable[Item]) -> "Batches[Item]":
         """Return the batches of ``loader`` unchanged, as one epoch of the training; ``len`` is that of the loader.

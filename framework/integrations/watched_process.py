@@ -24,15 +24,18 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..errors import with_lines
 from ..isolation import VISITS
-from ..observing import modules_over, optimizers_over, referred_by_callers
+from ..observing import modules_over, referred_by_callers
 from ..preserved_streams import preserved_streams
 from ..runs import status_of_script
+from ..state import uncompiled
 from .attach import attach
 from .attached_loop import END_OF_PROCESS, close_open_runs, is_attached, parameters_of
 from .forward_arguments import arguments_of
 from .reported_numbers import numbers_of_call
 from .scope import AttachedScope, Scope
+from .waiting_optimizers import WaitingOptimizers
 
 OPTIONS = "LOOPSCOPE_WATCH"
 """The environment variable with the options of ``loopscope watch``, as JSON."""
@@ -40,6 +43,8 @@ COMMAND = "LOOPSCOPE_WATCH_COMMAND"
 """The environment variable with the words of the command, as JSON."""
 STARTED = "LOOPSCOPE_WATCH_STARTED"
 """The environment variable with the file to which every process that has attached writes."""
+ALTERNATING = 10
+"""Steps of a training after which a step of another optimizer over its parameters ends it."""
 
 
 class WatchedProcess:
@@ -47,12 +52,15 @@ class WatchedProcess:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
-        self._waiting: WeakSet[Optimizer] = WeakSet()
+        self._waiting = WaitingOptimizers()
         self._created: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()
         """The number of trainings that had begun when an optimizer was created; infinite for one that continues."""
+        self._rivals: WeakSet[Optimizer] = WeakSet()
+        """Optimizers with a record whose first step may end another training over the same parameters."""
         self._unrelated: WeakSet[nn.Module] = WeakSet()
         """Modules over no parameter of a waiting optimizer."""
-        self._handles: list[Any] = []
+        self._pass_handles: list[Any] = []
+        self._step_handles: list[Any] = []
         self._begun = 0
         self._scopes: dict[AttachedScope, tuple[float, int]] = {}
         """The trainings that have not ended, with the number of those before them, and their threads."""
@@ -72,65 +80,130 @@ class WatchedProcess:
         self._waiting.add(optimizer)
         self._created.setdefault(optimizer, self._begun)
         self._unrelated.clear()
-        if not self._handles:
-            with VISITS:
-                self._handles = [
-                    register_module_forward_pre_hook(self._on_pass),
+        self._listen()
+
+    def _listen(self) -> None:
+        """Notice the passes of all modules and the steps of all optimizers while a training may begin with one."""
+        with VISITS:
+            if self._waiting.wait_for_passes and not self._pass_handles:
+                self._pass_handles = [register_module_forward_pre_hook(self._on_pass)]
+            if self._waiting.wait_for_steps and not self._step_handles:
+                self._step_handles = [
                     register_optimizer_step_pre_hook(self._before_step),
                     register_optimizer_step_post_hook(self._on_step),
                 ]
 
-    def _stop_waiting(self) -> None:
+    def _stop_listening(self) -> None:
+        """Notice what no training may begin with no longer; not called in a step, since torch iterates over hooks."""
         with VISITS:
-            for handle in self._handles:
-                handle.remove()
-        self._handles = []
+            if not self._waiting.wait_for_passes:
+                while self._pass_handles:
+                    self._pass_handles.pop().remove()
+            if not self._waiting.wait_for_steps and not self._rivals:
+                while self._step_handles:
+                    self._step_handles.pop().remove()
 
     def _on_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Attach at the first training pass of a module; torch calls this before every pass of any module."""
-        if not module.training or module in self._unrelated or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():  # first, so that the compiler finds nothing else here
             return
-        if torch.compiler.is_compiling():
-            return
+        if module.training and module not in self._unrelated and torch.is_grad_enabled():
+            try:
+                self._begin_at_pass(module, inputs, sys._getframe(1).f_locals.get("kwargs", {}))
+            except Exception as error:
+                self._give_up(error)
+
+    def _begin_at_pass(self, module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        optimizers = self._waiting_over(parameters)
+        optimizers = self._waiting.begin_at_pass(parameters)
+        if any(map(self._waiting.is_delayed, optimizers)):
+            self._end_earlier(min(self._created.get(one, 0) for one in optimizers))
+            optimizers = []
         if not optimizers:
             self._unrelated.add(module)
             return
         scope = self._attach(module, optimizers)
+        self._stop_listening()
         if scope is not None and scope.arguments is not None:
-            options = sys._getframe(1).f_locals.get("kwargs", {})
             scope.arguments.receive(arguments_of(module, inputs, options), train=True)
 
+    @uncompiled  # in a compiled step
     def _before_step(self, optimizer: Optimizer, inputs: Any, options: Any) -> None:
         """Attach before the first step of an optimizer whose closure runs the first training pass."""
-        has_gradients = any(item.grad is not None for item in parameters_of(optimizer))
-        if not has_gradients and any(item is not None for item in (*inputs[1:], *options.values())):
-            self._on_step(optimizer, inputs, options)
+        try:
+            self._begin_before_step(optimizer, any(item is not None for item in (*inputs[1:], *options.values())))
+        except Exception as error:
+            self._give_up(error)
 
+    def _begin_before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        if optimizer in self._rivals:
+            self._rivals.discard(optimizer)
+            self._end_replaced_by(optimizer)
+        if optimizer not in self._waiting or self._waiting.is_delayed(optimizer):
+            return
+        if has_closure and not self._has_new_gradients(optimizer):
+            self._attach_at_step(optimizer, 0)
+
+    def _has_new_gradients(self, optimizer: Optimizer) -> bool:
+        """Return whether gradients wait for a step, unless another optimizer of a record has used them."""
+        sharing = self._sharing(optimizer)
+        if sharing and not any(scope.is_in_step for scope in sharing):
+            return False
+        return any(item.grad is not None for item in parameters_of(optimizer))
+
+    @uncompiled
     def _on_step(self, optimizer: Optimizer, inputs: Any, options: Any) -> None:
         """Attach after the first step of an optimizer whose training pass was not seen."""
-        if optimizer in self._waiting:
-            modules = [] if is_attached(optimizer) else modules_over(parameters_of(optimizer))
-            if modules:
-                self._attach(modules[0] if len(modules) == 1 else nn.ModuleList(modules), [optimizer])
-            self._waiting.discard(optimizer)
+        try:
+            if optimizer in self._waiting and (steps := self._waiting.begin_at_step(optimizer)):
+                self._attach_at_step(optimizer, steps)
+        except Exception as error:
+            self._give_up(error)
 
-    def _waiting_over(self, parameters: list[Any]) -> list[Optimizer]:
-        """Return the optimizers over the parameters, if their trainings wait, and stop waiting for them."""
-        own = {id(parameter) for parameter in parameters}
-        if not any(id(item) in own for one in self._waiting for item in parameters_of(one)):
-            return []
-        found = [item for item in optimizers_over(parameters) if item in self._waiting and not is_attached(item)]
-        for item in [*self._waiting]:
-            if any(id(one) in own for one in parameters_of(item)):
-                self._waiting.discard(item)
-        return found
+    def _give_up(self, error: Exception) -> None:
+        """Report an error of loopscope, which must not reach the script, and begin no more trainings."""
+        self._waiting = WaitingOptimizers()
+        sys.stderr.write(
+            f"loopscope watch: {with_lines(error)}. Trainings that begin later continue without loopscope.\n"
+        )
+
+    def _attach_at_step(self, optimizer: Optimizer, steps: int) -> None:
+        """Attach before the next step of an optimizer, which has made some ``steps``."""
+        self._waiting.discard(optimizer)
+        modules = [] if is_attached(optimizer) else modules_over(parameters_of(optimizer))
+        if modules:
+            self._end_replaced_by(optimizer)
+            scope = self._attach(modules[0] if len(modules) == 1 else nn.ModuleList(modules), [optimizer])
+            if scope is not None:
+                scope.begin_after(steps)
+
+    def _sharing(self, optimizer: Optimizer) -> list[Scope]:
+        """Return the open trainings of other optimizers over some of the parameters."""
+        own = {id(item) for item in parameters_of(optimizer)}
+        return [
+            scope
+            for scope in self._scopes
+            if isinstance(scope, Scope)
+            and not scope.is_closed
+            and not any(item is optimizer for item in scope.optimizers)
+            and any(id(item) in own for one in scope.optimizers for item in parameters_of(one))
+        ]
+
+    def _end_replaced_by(self, optimizer: Optimizer) -> None:
+        """End trainings of other optimizers over the same parameters, unless they alternate with this one.
+
+        One that makes a step nevertheless has a second record, and is not ended again.
+        """
+        for scope in self._sharing(optimizer):
+            before, _ = self._scopes[scope]
+            if before < inf and scope.steps >= ALTERNATING:
+                scope.drop_step()
+                self._end(scope)
+                for item in scope.optimizers:
+                    self._waiting.add_for_step(item)
 
     def _attach(self, module: nn.Module, optimizers: list[Optimizer]) -> Scope | None:
         """Return the scope of a training; if attaching fails, report it, and let the training continue."""
-        if not self._waiting:
-            self._stop_waiting()
         created = [self._created.get(one, 0) for one in optimizers]
         self._end_earlier(min(created))
         own = {id(parameter) for parameter in module.parameters()}
@@ -146,8 +219,10 @@ class WatchedProcess:
         except Exception as error:
             sys.stderr.write(f"loopscope watch: {error} This training continues without loopscope.\n")
             return None
-        self._began(scope, max(created))
         assert isinstance(scope, Scope)
+        if any(self._sharing(item) for item in optimizers):
+            self._rivals.update(optimizers)
+        self._began(scope, max(created))
         scope.isolate_failures()
         return scope
 
@@ -167,11 +242,17 @@ class WatchedProcess:
             optimizers = scope.optimizers
             if any(id(item) in referred for item in optimizers):
                 continue
-            del self._scopes[scope]
-            close_open_runs("completed", None, scope.is_of)
+            self._end(scope)
             for item in optimizers:
-                self._created[item] = inf
                 self.wait_for(item)
+
+    def _end(self, scope: Scope) -> None:
+        """End the record of a training; if it continues, it has a second one, which is not ended early."""
+        del self._scopes[scope]
+        self._waiting.note_end(scope.optimizers, scope.steps)
+        close_open_runs("completed", None, scope.is_of)
+        for item in scope.optimizers:
+            self._created[item] = inf
 
     def attach_to(self, trainer: Any) -> None:
         """Attach to a Trainer that starts to train, unless the script has done so."""

@@ -1,7 +1,14 @@
 """Events of a loop that is not loopscope's own, noticed at the functions of torch that every loop calls."""
 
 from .events import listen, stop_listening
-from .found_parts import modules_over, optimizers_over, referred_by_callers, scaler_in_use, schedulers_of
+from .found_parts import (
+    modules_over,
+    optimizers_over,
+    referred_by_callers,
+    scaler_in_use,
+    schedulers_of,
+    wrapped_by,
+)
 
 __all__ = [
     "listen",
@@ -11,4 +18,5 @@ __all__ = [
     "scaler_in_use",
     "schedulers_of",
     "stop_listening",
+    "wrapped_by",
 ]

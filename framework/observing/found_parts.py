@@ -15,14 +15,17 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 def optimizers_over(parameters: Iterable[Any]) -> list[Optimizer]:
     """Return the optimizers that train some of the parameters, in the order of their creation.
 
-    Of several that share parameters, the one that the calling functions refer to counts, otherwise the newest.
+    Of several that share parameters, one that the calling functions refer to counts: the oldest that has not made a
+    step, since loops use them in this order. Without such one it is the newest.
     """
     own = {id(parameter) for parameter in parameters}
     found = [item for item in _objects((Optimizer,)) if own & _ids_of(item)]
-    found = [item for item in found if not _held_by(item)]
+    found = [item for item in found if not wrapped_by(item)]
     referred = referred_by_callers() if len(found) > 1 else set()
+    unused = [item for item in found if id(item) in referred and not vars(item).get("state")]
+    others = sorted(reversed(found), key=lambda one: id(one) not in referred)
     chosen: list[Optimizer] = []
-    for item in sorted(reversed(found), key=lambda one: id(one) not in referred):
+    for item in [*unused, *others]:
         if not any(_ids_of(item) & _ids_of(other) for other in chosen):
             chosen.append(item)
     return [item for item in found if any(item is one for one in chosen)]
@@ -31,12 +34,18 @@ def optimizers_over(parameters: Iterable[Any]) -> list[Optimizer]:
 def modules_over(parameters: Iterable[Any]) -> list[nn.Module]:
     """Return the modules that together have all of the parameters, without those within others of them.
 
-    Parameters of no module are left out.
+    Parameters of no module are left out, and so are graphs that the compiler has made of other modules.
     """
     wanted = {id(parameter) for parameter in parameters}
     found = [item for item in _objects((nn.Module,)) if any(id(one) in wanted for one in item.parameters())]
+    found = [item for item in found if not _is_graph(item)] or found
     inner = {id(child) for item in found for child in item.modules() if child is not item}
     return [item for item in found if id(item) not in inner]
+
+
+def _is_graph(module: nn.Module) -> bool:
+    # GraphModule makes a class for every graph; its import takes long.
+    return any(base.__module__ == "torch.fx.graph_module" for base in type(module).__mro__)
 
 
 def _ids_of(optimizer: Optimizer) -> set[int]:
@@ -45,7 +54,7 @@ def _ids_of(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in groups for parameter in group["params"]}
 
 
-def _held_by(optimizer: Optimizer) -> list[Any]:
+def wrapped_by(optimizer: Optimizer) -> list[Any]:
     """Return the optimizers that a wrapper, such as that of Accelerate, holds in its attributes."""
     return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
 
@@ -69,7 +78,9 @@ def scaler_in_use() -> GradScaler | None:
 
 def _objects(kinds: tuple[type, ...]) -> list[Any]:
     # By the type itself: isinstance() would ask objects for their __class__, which runs code of lazy proxies.
-    return [item for item in gc.get_objects() if issubclass(type(item), kinds)]
+    # Within a generation, and from the oldest to the newest one, objects are in the order of their creation.
+    objects = [item for generation in (2, 1, 0) for item in gc.get_objects(generation=generation)]
+    return [*{id(item): item for item in objects if issubclass(type(item), kinds)}.values()]
 
 
 def referred_by_callers() -> set[int]:

@@ -208,7 +208,8 @@ class Gradients(TensorPart):
 
     def watch(self, state: StateObjects) -> Watched:
         """Compare the gradients of all parameters."""
-        parameters: list[Tensor] = [*state.modules.parameters()]
+        # In a pass of functional_call the model has other tensors in their place, whose gradient torch warns of.
+        parameters: list[Tensor] = [item for item in state.modules.parameters() if item.is_leaf]
         return Watched(
             read_tensors=partial(map, _grad, parameters),
             label="a gradient was replaced",

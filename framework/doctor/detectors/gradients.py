@@ -269,6 +269,18 @@ class OptimizerNotStepped(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if there are several backward passes for each update, or no update at all."""
+        alerts = history.alerts_of("loop", "passes_without_update")
+        if alerts and not len(history.loss):
+            passes = int(alerts[-1]["value"])
+            yield self.finding(
+                "critical",
+                1,
+                f"optimizer.step() was not called after any of {passes:,} backward passes, so no weight changes.",
+                "Call optimizer.step() after loss.backward(), then optimizer.zero_grad().",
+                Evidence("loop/passes_without_update", passes, None, "1, or the number of micro-batches"),
+                confidence=0.95,
+            )
+            return
         if not _sees_updates(history) or history.facts.get("scaler"):
             return
         passes = history.curve(f"{CHECKS}/grad_norm")
@@ -394,6 +406,15 @@ class GradientsZeroedTooEarly(Detector):
                 "Call in this order: loss.backward(), optimizer.step(), optimizer.zero_grad().",
                 Evidence(f"{CHECKS}/clip_factor", 0.0, None, "1, or below with clipping"),
                 confidence=0.97,
+            )
+        if alerts := history.alerts_of("loop", "cleared_micro_batches"):
+            yield self.finding(
+                "warning",
+                int(alerts[0]["step"] or 0),
+                f"The gradients are set to zero between the {int(alerts[0]['value'])} micro-batches of a step, whose "
+                "losses are divided by their number, so that only the last micro-batch counts.",
+                "Call optimizer.zero_grad() once per step, after optimizer.step().",
+                Evidence("loop/cleared_micro_batches", alerts[0]["value"], 1, "1"),
             )
         lost = history.curve(f"{CHECKS}/lost_gradient_fraction")
         are_all = lost.values == 1

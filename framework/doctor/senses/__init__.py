@@ -4,5 +4,6 @@ from .backward_passes import BackwardPass
 from .backward_recorder import BackwardRecorder
 from .evaluation_dropout import EvaluationDropout
 from .evaluation_modes import EvaluationModes
+from .loss_graph import last_divisor
 
-__all__ = ["BackwardPass", "BackwardRecorder", "EvaluationDropout", "EvaluationModes"]
+__all__ = ["BackwardPass", "BackwardRecorder", "EvaluationDropout", "EvaluationModes", "last_divisor"]

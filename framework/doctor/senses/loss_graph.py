@@ -151,6 +151,20 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
     )
 
 
+def last_divisor(loss: Tensor) -> float:
+    """Return the number by which a loss was divided last, apart from the scale of a scaler; 1 if there is none."""
+    node: Any = loss.grad_fn
+    for _ in range(2):
+        name = operation_of(node) if node is not None else ""
+        if name not in ("Mul", "Div"):
+            break
+        divisor = _divisor(node, name)
+        if divisor is not None and divisor != 1:
+            return divisor
+        node = _next(node)
+    return 1.0
+
+
 def _inputs(node: Any) -> list[Any]:
     """Return the nodes of a node's differentiable inputs."""
     return [following for following, _ in node.next_functions if following is not None]

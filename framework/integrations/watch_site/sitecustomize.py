@@ -217,7 +217,10 @@ def _say_if_nothing_started() -> None:
     except OSError:
         return
     if is_empty:
-        sys.stderr.write("loopscope watch: no step of an optimizer of torch was seen, so nothing is recorded.\n")
+        sys.stderr.write(
+            "loopscope watch: no step of an optimizer of torch was seen, so nothing is recorded; other optimizers, "
+            "such as fastai's own, are not noticed.\n"
+        )
 
 
 if "LOOPSCOPE_WATCH" in os.environ:

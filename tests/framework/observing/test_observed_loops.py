@@ -9,6 +9,7 @@ import loopscope
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -311,6 +312,67 @@ def test_gradients_cleared_before_the_update_are_reported(tmp_path: Path) -> Non
 
     _, scope = trained(clearing, tmp_path, hooks=None, with_hooks="health")
     assert "gradients-zeroed-too-early" in [finding.id for finding in scope.diagnose()]
+
+
+def findings_of(loop: Any, folder: Path) -> list[str]:
+    """Return the ids of the findings at the end of a loop."""
+    _, scope = trained(loop, folder, hooks=None, with_hooks="health")
+    return [finding["id"] for finding in json.loads((scope.folder / "summary.json").read_text())["findings"]]
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_missing_updates_are_reported(clears: bool, tmp_path: Path) -> None:
+    """The loop has no call of ``optimizer.step()``."""
+
+    def never(model: nn.Module, optimizer: Any) -> None:
+        for _ in range(STEPS):
+            inputs, targets = rows()
+            if clears:
+                optimizer.zero_grad()
+            functional.cross_entropy(model(inputs), targets).backward()
+
+    assert findings_of(never, tmp_path) == ["optimizer-not-stepped"]
+
+
+@pytest.mark.parametrize(("divides", "clears"), [(True, True), (True, False), (False, True)])
+def test_gradients_cleared_between_micro_batches_are_reported(divides: bool, clears: bool, tmp_path: Path) -> None:
+    """Not if the losses are not divided by the number of passes: then the first pass may be an attack."""
+
+    def twice(model: nn.Module, optimizer: Any) -> None:
+        for _ in range(STEPS):
+            for part in range(2):
+                inputs, targets = rows()
+                if clears or not part:
+                    optimizer.zero_grad()
+                loss = functional.cross_entropy(model(inputs), targets)
+                (loss / 2 if divides else loss).backward()
+            optimizer.step()
+
+    assert ("gradients-zeroed-too-early" in findings_of(twice, tmp_path)) is (divides and clears)
+
+
+@pytest.mark.filterwarnings("error:The .grad attribute")
+def test_inner_updates_belong_to_their_step(tmp_path: Path) -> None:
+    """Passes with other weights in the model's place, as in MAML, of which torch would warn if hooks read them."""
+    losses: list[float] = []
+
+    def meta(model: nn.Module, optimizer: Any) -> None:
+        for _ in range(STEPS):
+            weights = dict(model.named_parameters())
+            inputs, targets = rows()
+            for _ in range(3):
+                loss = functional.cross_entropy(functional_call(model, weights, (inputs,)), targets)
+                gradients = torch.autograd.grad(loss, [*weights.values()], create_graph=True)
+                weights = {name: weights[name] - 0.1 * item for name, item in zip(weights, gradients, strict=True)}
+            loss = functional.cross_entropy(functional_call(model, weights, (inputs,)), targets)
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    _, scope = trained(meta, tmp_path, hooks=None, with_hooks="health", log_every=1)
+    assert steps_of(scope) == STEPS
+    assert scope.last_metrics()["training_metrics/loss"] == pytest.approx(losses[-1])
 
 
 def test_evaluations_in_train_mode_are_reported(tmp_path: Path) -> None:

@@ -1,0 +1,163 @@
+"""The trainings that a watched process finds, in loops with more than one optimizer over the same weights."""
+
+import copy
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopscope.integrations import attached_loop
+from loopscope.integrations.attached_loop import close_open_runs
+from loopscope.integrations.watched_process import WatchedProcess
+from torch import nn
+from torch.nn.functional import mse_loss
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+class Watched:
+    """A watched process, and the optimizers that a test creates in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        options = {"with_hooks": "minimal", "display": "none", "out": str(folder / "run")}
+        self.process = WatchedProcess(options)
+
+    def new(self, kind: Any, model: nn.Module, **options: Any) -> Any:
+        """Create an optimizer."""
+        optimizer = kind(model.parameters(), 0.01, **options)
+        self.process.wait_for(optimizer)
+        return optimizer
+
+    def steps(self) -> list[int]:
+        """Return the numbers of steps of all records, oldest first."""
+        close_open_runs("completed", None)
+        records = sorted(self._folder.glob("*/summary.json"), key=lambda path: (len(path.parent.name), path))
+        return [json.loads(path.read_text())["steps"] for path in records]
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    """Return a watched process, whose hooks are removed after the test."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(attached_loop, "END_OF_PROCESS", [])
+    monkeypatch.setattr("loopscope.integrations.watched_process.END_OF_PROCESS", [])
+    found = Watched(tmp_path)
+    yield found
+    close_open_runs("completed", None)
+    for handle in (*found.process._pass_handles, *found.process._step_handles):
+        handle.remove()
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    """Return the loss of a drawn batch."""
+    inputs = torch.randn(8, 4)
+    return mse_loss(model(inputs), inputs[:, :1])
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    """Train for one step, with a closure if the optimizer needs one."""
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step(closure)
+        return
+    closure()
+    optimizer.step()
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("second", [torch.optim.LBFGS, torch.optim.SGD])
+@pytest.mark.parametrize("created", ["late", "early", "first"])
+def test_next_optimizer_has_the_next_record(watched: Watched, second: Any, created: str) -> None:
+    """It is created after the steps of the first one, between it and them, or before the first one."""
+    model = nn.Linear(4, 1)
+    following = watched.new(second, model) if created == "first" else None
+    first = watched.new(torch.optim.Adam, model)
+    following = watched.new(second, model) if created == "early" else following
+    for _ in range(12):
+        step(model, first)
+    following = following or watched.new(second, model)
+    for _ in range(3):
+        step(model, following)
+    assert sorted(watched.steps()) == [3, 12]
+
+
+def test_alternating_optimizers_keep_their_records(watched: Watched) -> None:
+    model = nn.Linear(4, 1)
+    first, second = watched.new(torch.optim.SGD, model), watched.new(torch.optim.SGD, model)
+    for _ in range(12):
+        step(model, first)
+        step(model, second)
+    assert watched.steps() == [12, 12]
+
+
+def test_inner_loops_over_copies_have_no_record(watched: Watched) -> None:
+    """The only record is that of the outer optimizer, whose gradients the loop sets."""
+    model = nn.Linear(4, 1)
+    outer = watched.new(torch.optim.Adam, model)
+    for _ in range(5):
+        outer.zero_grad()
+        learner = copy.deepcopy(model)
+        inner = watched.new(torch.optim.SGD, learner)
+        for _ in range(3):
+            step(learner, inner)
+        gradients = torch.autograd.grad(loss_of(learner), [*learner.parameters()])
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        outer.step()
+    assert watched.steps() == [5]
+
+
+def test_long_training_of_a_copy_is_recorded(watched: Watched) -> None:
+    """Its steps are counted from the first one."""
+    model = nn.Linear(4, 1)
+    outer, learner = watched.new(torch.optim.Adam, model), copy.deepcopy(model)
+    inner = watched.new(torch.optim.SGD, learner)
+    for _ in range(25):
+        step(learner, inner)
+    assert watched.steps() == [25]
+    assert not outer.state
+
+
+@pytest.mark.longer
+def test_many_brief_trainings_have_few_records(watched: Watched) -> None:
+    """A loop with a new optimizer in every round, as in federated learning."""
+    model = nn.Linear(4, 1)
+    for _ in range(8):
+        optimizer = watched.new(torch.optim.SGD, model)
+        for _ in range(2):
+            step(model, optimizer)
+    assert watched.steps() == [2, 2, 2, 2]
+
+
+def test_failure_to_begin_never_reaches_the_loop(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("loopscope.integrations.waiting_optimizers.optimizers_over", None)
+    model = nn.Linear(4, 1)
+    optimizer = watched.new(torch.optim.SGD, model)
+    for _ in range(3):
+        step(model, optimizer)
+    assert capsys.readouterr().err.count("continue without loopscope") == 1
+    assert watched.steps() == []
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_first_compiled_step_is_counted(watched: Watched) -> None:
+    """The pass is within the compiled step; its losses are those of the loop from the second step on."""
+    model = nn.Linear(4, 1)
+    optimizer = watched.new(torch.optim.Adam, model)
+    compiled = torch.compile(lambda: step(model, optimizer), backend="eager")
+    for _ in range(4):
+        compiled()
+    assert watched.steps() == [4]
