@@ -25,7 +25,8 @@ def page_of(folder: Path, *, promise: str = TEXT, test: str) -> str:
 @pytest.mark.process
 def test_every_promise_has_tests() -> None:
     """A promise without tests, and a marker without a promise, raise an error here."""
-    assert all(f"## {name}\n" in proofs.page() for name in proofs.promises())
+    page = proofs.page()
+    assert all(f"## {name}\n" in page for name in proofs.promises())
 
 
 def test_every_promise_has_a_mechanism_and_a_limit() -> None:
