@@ -110,33 +110,40 @@ def _config(experiment: type[Any], _: type[Any]) -> Faults:
         yield f"has config_class = {_short_repr(given)}; it must be a class of options: {example}."
 
 
+def _class(config: type[Any]) -> str:
+    """Name a config class with its place, which Python reads from the whole file: only for a fault."""
+    return f"config class {config.__qualname__} ({where(config)})"
+
+
 def _options(experiment: type[Any], _: type[Any]) -> Faults:
     """Find attributes that are no options because they lack an annotation or their class lacks ``@dataclass``."""
     config = experiment.config_class
     for part in config.__mro__[: config.__mro__.index(ExperimentConfig)]:
-        of, annotated = f"has the config class {part.__qualname__} ({where(part)})", inspect.get_annotations(part)
+        annotated = inspect.get_annotations(part)
         if "__dataclass_fields__" not in vars(part) and any("ClassVar" not in str(hint) for hint in annotated.values()):
-            yield f"{of}, which lacks {DATACLASS} above it."
+            yield f"has the {_class(part)}, which lacks {DATACLASS} above it."
         for name in [name for name in vars(part) if name[0] != "_" and name not in annotated]:
             value, meant = vars(part)[name], name in field_names(config) or (name.islower() and is_dataclass(part))
             if meant and not (callable(value) or hasattr(type(value), "__get__")):
-                yield f"{of} with {name} = {value!r}, which is no option without a type: {name}: TYPE = {value!r}."
+                typed = f"which is no option without a type: {name}: TYPE = {value!r}"
+                yield f"has the {_class(part)} with {name} = {value!r}, {typed}."
 
 
 def _fields(experiment: type[Any], _: type[Any]) -> Faults:
     config = experiment.config_class
-    of = f"has in its config class {config.__qualname__} ({where(config)})"
     try:
         hints = get_type_hints(config)
     except (NameError, TypeError, SyntaxError, AttributeError) as error:
-        yield f"{of} an unknown type: {error}; define or import it outside of functions and TYPE_CHECKING."
+        advice = "define or import it outside of functions and TYPE_CHECKING"
+        yield f"has in its {_class(config)} an unknown type: {error}; {advice}."
     for field in fields(config):
         name, hint = field.name, hints[field.name]
         if name in {*field_names(RunFlags), *vars(ExperimentConfig)} - {*field_names(ExperimentConfig)}:
-            yield f"{of} the option {name!r}, a name that every run or config already uses; rename it."
+            advice = "a name that every run or config already uses; rename it"
+            yield f"has in its {_class(config)} the option {name!r}, {advice}."
         elif not is_parsable(hint):
             accepted = f"which the command line cannot give; use {PARSED}"
-            yield f"{of} the option {name!r} of type {describe_type(hint)}, {accepted}."
+            yield f"has in its {_class(config)} the option {name!r} of type {describe_type(hint)}, {accepted}."
 
 
 def _presets(experiment: type[Any], _: type[Any]) -> Faults:
