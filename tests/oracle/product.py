@@ -1,7 +1,7 @@
 """Everything that the oracle uses of loopscope; a refactoring that moves one of these names changes this file alone.
 
 The surfaces, from the most to the least stable: the command line, ``loopscope.attach``, the names that ``loopscope``
-exports, the files of a run as ``docs/command-line.md`` describes them, and, at the end, two functions of inner rooms.
+exports, the files of a run as ``docs/file-formats.md`` describes them, and, at the end, two functions of inner rooms.
 """
 
 import io
