@@ -287,9 +287,7 @@ def write() -> bool:
 def main() -> int:
     """Write the pages and print the changes."""
     print(f"docs/hooks/index.md: {'changed' if write() else 'unchanged'}.")
-    examples = import_module("docs.included_examples")  # like the next ones, it imports this module
-    print(f"docs/examples: {', '.join(examples.write()) or 'nothing'} changed.")
-    real_models = import_module("docs.real_models")  # it imports transformers
+    real_models = import_module("docs.real_models")  # it imports this module, and transformers
     print(f"docs/data/real-models.txt: {'changed' if real_models.write() else 'unchanged'}.")
     print(f"docs: {', '.join(import_module('docs.long_pages').write()) or 'nothing'} changed.")
     return 0

@@ -18,6 +18,7 @@ from docs import generate
 from docs.long_pages import PAGES, full_pages
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "docs/examples"
 OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 """The site's pages for files outside of docs/."""
 
@@ -34,10 +35,13 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> None:
-    """Add the changelog, the pages of the hooks, and the long pages, of which only summaries are committed."""
+    """Add the changelog, pages of hooks and examples, and the long pages, of which only summaries are committed."""
     files.append(File.generated(config, OUTSIDE["CHANGELOG.md"], abs_src_path=str(ROOT / "CHANGELOG.md")))
     for name, text in generate.hook_pages().items():
         files.append(File.generated(config, f"hooks/{name}.md", content=text))
+    for path in EXAMPLES.glob("*.py"):
+        text = f"# {path.name}\n\n```python\n{path.read_text(encoding='utf-8')}```\n"
+        files.append(File.generated(config, f"examples/{path.stem}.md", content=text))
     for name, text in full_pages().items():
         files.append(File.generated(config, f"full/{name}.md", content=text))
 
@@ -61,8 +65,8 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
 def convert_links(text: str, source: str, place: str) -> str:
     """Convert the links of a file to links of the page ``place``; a link to a file outside the site becomes its text.
 
-    A link whose text is the name of a page shows the title of the page instead. A link to a hook in the committed list
-    of hooks leads to the page of the hook.
+    A link whose text is the name of a page shows the title of the page instead. Links to a hook in the committed list
+    of hooks, and to an example, lead to the page of the hook or the example.
 
     >>> convert_links("[a](../README.md) [b](../framework/loops.py) [c](loop.md#x)", "docs/own.md", "own.md")
     '[a](index.md) b [c](loop.md#x)'
@@ -70,6 +74,8 @@ def convert_links(text: str, source: str, place: str) -> str:
     '[Sinks](../sinks.md#alerts)'
     >>> convert_links("[a](hooks/index.md#norms) [b](hooks/index.md#outputs)", "docs/own.md", "own.md")
     '[a](hooks/norms.md) [b](hooks/index.md#outputs)'
+    >>> convert_links("[a](examples/nanogpt.py)", "docs/own.md", "own.md")
+    '[a](examples/nanogpt.md)'
     """
     names = {hook.name for hook in generate.shipped_hooks()}
 
@@ -80,6 +86,8 @@ def convert_links(text: str, source: str, place: str) -> str:
             return label
         if ROOT / path == generate.PAGE and anchor[1:] in names:
             path, anchor = f"docs/hooks/{anchor[1:]}.md", ""
+        if (ROOT / path).parent == EXAMPLES:
+            path = path.removesuffix(".py") + ".md"
         if label.endswith(".md") and path.endswith(f"/{label}"):
             label = (ROOT / path).read_text(encoding="utf-8").partition("# ")[2].partition("\n")[0]
         page = OUTSIDE.get(path, path.removeprefix("docs/"))

@@ -15,7 +15,7 @@ FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; ``file`` is the file to save it to, ``shown`` an existing file with the same text."""
+    """A fenced block; ``file`` is the file to save it to, ``shown`` a file with the same text, written by a command."""
 
     language: str
     text: str

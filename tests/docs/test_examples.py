@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.docs.markdown import PAGES, ROOT, blocks
+from tests.docs.markdown import PAGES, ROOT, blocks, links
 from tests.docs.samples import assert_printed
 from tests.support.processes import own_process
 
@@ -91,10 +91,7 @@ def test_first_program_on_custom_loops_prints_its_sample(tmp_path: Path, monkeyp
     assert_printed(sample, capsys.readouterr().out)
 
 
-def test_every_example_is_shown_or_named_on_a_page() -> None:
-    """Pages show the complete text of short scripts, which tests/docs/test_blocks.py compares."""
-    shown = {block.shown for page in PAGES for block in blocks(page)}
-    scripts = {f"docs/examples/{path.name}" for path in FOLDER.glob("*.py")}
-    assert scripts - shown == {"docs/examples/faults.py", "docs/examples/nanogpt.py"}
-    assert "printed by docs/examples/faults.py" in (ROOT / "docs/troubleshooting.md").read_text("utf-8")
-    assert "`docs/examples/nanogpt.py`" in (ROOT / "docs/custom-loop.md").read_text("utf-8")
+def test_every_example_is_linked_from_a_page() -> None:
+    """The site has a page of each."""
+    linked = {(page.parent / link).resolve() for page in PAGES for link in links(page)}
+    assert set(FOLDER.glob("*.py")) <= linked

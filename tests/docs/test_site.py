@@ -78,8 +78,14 @@ def test_site_has_a_page_of_every_hook(built: Path) -> None:
     assert 'href="hooks/sharpness.html"' in (built / "troubleshooting.html").read_text(encoding="utf-8")
 
 
+def test_site_has_a_page_of_every_example(built: Path) -> None:
+    for path in site.EXAMPLES.glob("*.py"):
+        assert "loopscope" in (built / f"examples/{path.stem}.html").read_text(encoding="utf-8")
+    assert 'href="examples/nanogpt.html"' in (built / "custom-loop.html").read_text(encoding="utf-8")
+
+
 def test_links_out_of_the_docs_are_text() -> None:
-    assert doctest.testmod(site) == (0, 3)
+    assert doctest.testmod(site) == (0, 4)
 
 
 def test_links_of_the_package_precede_the_reference() -> None:
