@@ -147,7 +147,7 @@ PAGES: Mapping[str, LongPage] = {
     "real-models": LongPage("Every hook on real models", partial(measured, "real-models"), real_models),
     "proofs": LongPage("The tests of each promise", proofs.page, promises),
     "findings": LongPage("Findings in full", findings.page, symptoms),
-    "options": LongPage("Every option of `loopscope run`", options.page, options.names),
+    "options": LongPage("Every option of loopscope run", options.page, options.names),
     "file-formats": LongPage("Every field of the files of a run", file_formats.page, file_formats.names),
 }
 
