@@ -14,20 +14,7 @@ from .guardian import LightStateCopy, StateCopy
 from .undone import undone_in_attributes, undone_in_modules, undone_pass
 
 __all__ = [
-    "VISITS",
-    "Call",
-    "Isolation",
-    "LightStateCopy",
-    "StateCopy",
-    "borrowed_extras",
-    "borrowed_gradients",
-    "borrowed_group_options",
-    "borrowed_learning_rates",
-    "borrowed_modes",
-    "borrowed_weights",
-    "is_shipped",
-    "suspended_accumulation_hooks",
-    "undone_in_attributes",
-    "undone_in_modules",
-    "undone_pass",
+    "VISITS", "Call", "Isolation", "LightStateCopy", "StateCopy", "borrowed_extras", "borrowed_gradients",
+    "borrowed_group_options", "borrowed_learning_rates", "borrowed_modes", "borrowed_weights", "is_shipped",
+    "suspended_accumulation_hooks", "undone_in_attributes", "undone_in_modules", "undone_pass",
 ]

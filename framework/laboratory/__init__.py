@@ -6,14 +6,6 @@ from .explained_step import FIELDS, Explanation
 from .verdict import ChangeTest
 
 __all__ = [
-    "CHANGES",
-    "FIELDS",
-    "LARGEST_RISE",
-    "UNCHANGED",
-    "ChangeTest",
-    "Effect",
-    "Explanation",
-    "TrialChange",
-    "effect_of",
+    "CHANGES", "FIELDS", "LARGEST_RISE", "UNCHANGED", "ChangeTest", "Effect", "Explanation", "TrialChange", "effect_of",
     "rises_by_chance",
 ]

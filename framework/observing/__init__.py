@@ -11,12 +11,7 @@ from .found_parts import (
 )
 
 __all__ = [
-    "listen",
-    "modules_over",
-    "optimizers_over",
-    "referred_by_callers",
-    "scaler_in_use",
-    "schedulers_of",
+    "listen", "modules_over", "optimizers_over", "referred_by_callers", "scaler_in_use", "schedulers_of",
     "stop_listening",
     "wrapped_by",
 ]

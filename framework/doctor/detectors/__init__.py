@@ -16,16 +16,6 @@ from . import (
 )
 
 __all__ = [
-    "activations",
-    "data",
-    "gradients",
-    "initialisation",
-    "learning_rates",
-    "losses",
-    "modes",
-    "nonfinite",
-    "optimizers",
-    "outputs",
-    "parameters",
-    "precision",
+    "activations", "data", "gradients", "initialisation", "learning_rates", "losses", "modes", "nonfinite",
+    "optimizers", "outputs", "parameters", "precision",
 ]

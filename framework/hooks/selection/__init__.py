@@ -4,15 +4,6 @@ from .creation import ConfiguredHook, build_hooks, create_sinks, refuse_idle_opt
 from .groups import GROUPS, KEYWORDS, always_on, bulk_hooks, hook_groups, hook_kind, select_hooks
 
 __all__ = [
-    "GROUPS",
-    "KEYWORDS",
-    "ConfiguredHook",
-    "always_on",
-    "build_hooks",
-    "bulk_hooks",
-    "create_sinks",
-    "hook_groups",
-    "hook_kind",
-    "refuse_idle_options",
-    "select_hooks",
+    "GROUPS", "KEYWORDS", "ConfiguredHook", "always_on", "build_hooks", "bulk_hooks", "create_sinks", "hook_groups",
+    "hook_kind", "refuse_idle_options", "select_hooks",
 ]
