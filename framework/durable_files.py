@@ -128,24 +128,16 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file that may be damaged, or written by a user or another program.
 
     Raises:
-        UsageError: for a missing, too large, too deeply nested or invalid file, with its path and the reason.
+        UsageError: for a missing, too large or invalid file, with its path and the reason.
     """
+    is_readable_file(path)
     try:
-        is_file = path.is_file() or path.is_dir() or not path.exists()  # reading a pipe could block forever
-        require(is_file, f"{path} cannot be read: it is not a regular file.")
-        with path.open("rb") as file:
-            text = file.read(MAX_JSON_BYTES + 1)
-        require(len(text) <= MAX_JSON_BYTES, f"{path} cannot be read: it has more than {MAX_JSON_BYTES:,} bytes.")
-        content = json.loads(text.decode())
-        if isinstance(content, dict):
-            return content
-        reason = "it is JSON, but not an object"
+        is_large = path.stat().st_size > MAX_JSON_BYTES
+        require(not is_large, f"{path} cannot be read: it has more than {MAX_JSON_BYTES:,} bytes.")
+        content = json.loads(path.read_bytes())
     except OSError as error:
-        reason = str(error.strerror)
-    except UnicodeDecodeError as error:
-        reason = f"byte {error.start} is not UTF-8"
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except ValueError as error:
-        reason = f"it is not JSON: {error}"
-    raise UsageError(f"{path} cannot be read: {reason}.")
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read: it is not JSON: {error}.") from error
+    require(isinstance(content, dict), f"{path} cannot be read: it is JSON, but not an object.")
+    return dict(content)

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from ..runs import Record, RunRecord, forward_emits, read_initial, record_of
 
 Floats = NDArray[np.float64]
 NUMBERS = frozenset({int, float, bool})
-MOST_LINE = 2**26  # maximum bytes of a line; a file with a longer line is not read
 ACCURACIES = ("train_acc", "val_acc")  # numbers of an evaluation that are separate metrics
 
 
@@ -75,7 +74,6 @@ def read_curves(folder: Path, wanted: Callable[[str], bool]) -> DrawnRun:
             if type(numbers[0]) not in NUMBERS:
                 others[name] = None
                 continue
-            name.encode()  # raises for a lone surrogate, which no picture can show
             names[name] = None
             if is_wanted(name):
                 steps, values = points.setdefault(name, ([], []))
@@ -116,10 +114,6 @@ def series_in(step: int, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Sequ
 
 
 def check_size(path: Path, most: int) -> None:
-    """Raise :class:`UsageError` for anything but a file, and for a file or a line that is too large."""
-    require(path.is_file(), f"{path} is not read: it is not a file.")
+    """Raise :class:`UsageError` for a file that is too large."""
     size = path.stat().st_size
     require(size <= most, f"{path} is not read: it has {size:,} bytes, and the limit is {most:,}.")
-    with path.open("rb") as file:
-        longest = max(map(len, iter(partial(file.readline, MOST_LINE + 1), b"")), default=0)
-    require(longest <= MOST_LINE, f"{path} is not read: it has a line of more than {MOST_LINE:,} bytes.")

@@ -11,12 +11,9 @@ from operator import index, itemgetter
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError, require
+from ..errors import UsageError
 from ..runs import Record, forward_emits, record_of
-from .curves import NUMBERS, check_size, series_in
-
-MOST_BYTES = 4 * 2**30  # larger records are not read
-MOST_METRICS, MOST_WAITING = 10**5, 10**6  # metrics of a record; values without a counterpart in the other record
+from .curves import NUMBERS, series_in
 
 
 @dataclass
@@ -59,10 +56,6 @@ class Scan:
             self.names[name] = type(values[0]) in NUMBERS
             if self.names[name] and wanted(name):
                 self.add(name, indices, values)
-        require(
-            len(self.names) <= MOST_METRICS,
-            f"{self.folder} has more than {MOST_METRICS:,} metrics; only a part was read.",
-        )
         self.emits, self.length = self.emits + 1, (index(emit.epoch), emit.step)
 
     def add(self, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
@@ -87,7 +80,6 @@ def scan(folder: Path, strategy: str, wanted: Callable[[str], bool]) -> Scan:
     result, is_wanted = Scan(folder, strategy), cache(wanted)
     try:
         sink, path = record_of(folder, strategy)
-        check_size(path, MOST_BYTES)
         forward_emits(path, sink.read(path), partial(result.take, wanted=is_wanted))
     except (UsageError, OSError) as error:
         result.problem = str(error)
@@ -118,11 +110,6 @@ def first_difference(*scans: Scan) -> dict[str, Any]:
                     mine.append((step, text))
             if first_steps:  # values of earlier steps were emitted earlier
                 break
-            waiting_count = sum(len(queue) for queues in waiting for queue in queues.values())
-            require(
-                waiting_count <= MOST_WAITING,
-                f"more than {MOST_WAITING:,} values have no counterpart, so the comparison stops",
-            )
     except (UsageError, OSError, RecursionError) as error:
         problem = str(error)
     first_step = min(first_steps.values(), default=None)

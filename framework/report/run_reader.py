@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..doctor import Diagnosis
-from ..durable_files import is_readable_file, path_exists, read_json
+from ..durable_files import is_readable_file, path_exists, read_json, read_lines
 from ..errors import LONGEST_TEXT, UsageError, listed, require, shortened
 from ..hooks import ALERTS, alert_fields, as_float
 from ..runs import EXPLANATION, REWINDS, SUMMARY, Record, RunRecord, forward_emits, record_of
@@ -20,8 +20,7 @@ from .explanations import read_explained
 from .run_diagnosis import diagnosis_of
 from .run_index import FoundRun, inspect_run
 
-MOST_ALERT_BYTES = 2**24
-MOST_METRICS, MOST_ALERTS, MOST_REWINDS = 20_000, 1000, 50
+MOST_ALERT_BYTES, MOST_ALERTS = 2**24, 1000
 FEW_ROWS = 3  # shown rows of an alert
 REWIND = re.compile(r"(?:steps_(?=\d+_to_)|explained_step_(?=\d+$))(?P<step>\d{1,18})(?:_to_(?P<until>\d{1,18}))?")
 MOST_ROWS = MOST_COLUMNS = 200  # of a heat map
@@ -57,7 +56,6 @@ class ShownRun:
     points: dict[str, tuple["array[float]", "array[float]"]] = field(default_factory=dict)  # steps and values
     lists: dict[str, ThinnedRows] = field(default_factory=dict)
     last: tuple[int, int] | None = None  # epoch and step of the last emit
-    left_out: int = 0  # values of metrics beyond ``MOST_METRICS``
     alerts: list[Mapping[str, Any]] = field(default_factory=list)
     alert_records: list[Mapping[str, Any]] = field(default_factory=list)  # complete lines of the file
     diagnosis: Diagnosis | None = None  # none of a run without readable settings, and of a rewind
@@ -74,10 +72,7 @@ class ShownRun:
     def take(self, emit: Record) -> None:
         """Add the metrics of an emit."""
         for name, steps, values in series_in(emit.step, emit.metrics):
-            is_new = name not in self.points and name not in self.lists
-            if is_new and len(self.points) + len(self.lists) >= MOST_METRICS:
-                self.left_out += len(steps)
-            elif type(values[0]) in NUMBERS:
+            if type(values[0]) in NUMBERS:
                 recorded_steps, recorded_values = self.points.setdefault(name, (array("d"), array("d")))
                 recorded_steps.extend([float(operator.index(step)) for step in steps])
                 recorded_values.extend(map(as_float, values))
@@ -109,7 +104,7 @@ def read_shown(folder: Path, label: str, most: int) -> ShownRun:
 def _read_rewinds(shown: ShownRun, folder: Path, most: int) -> None:
     names = sorted(path.name for path in folder.iterdir()) if path_exists(folder) else []
     rewinds = sorted(filter(None, map(REWIND.fullmatch, names)), key=lambda match: int(match["step"]))
-    for match in rewinds[:MOST_REWINDS]:
+    for match in rewinds:
         with _noted(shown.problems):
             if match["until"] is None:
                 shown.rewinds.append(read_explained(folder / match[0] / EXPLANATION))
@@ -119,7 +114,6 @@ def _read_rewinds(shown: ShownRun, folder: Path, most: int) -> None:
             shown.problems += [f"{match[0]}: {problem}" for problem in rewind.problems]
             rewind.omit_hooks_of(shown.run.record)
             shown.rewinds.append(rewind)
-    require(len(rewinds) <= MOST_REWINDS, f"{folder} has {len(rewinds):,} rewinds; the first {MOST_REWINDS} are shown.")
 
 
 def _read(folder: Path, label: str, most: int) -> ShownRun:
@@ -130,8 +124,6 @@ def _read(folder: Path, label: str, most: int) -> ShownRun:
             sink, path = record_of(folder, shown.run.record.strategy)
             check_size(path, most)
             forward_emits(path, sink.read(path), shown.take)
-    if shown.left_out:
-        problems.append(f"{shown.left_out:,} values of metrics after the first {MOST_METRICS:,} are omitted.")
     with _noted(problems):
         _read_alerts(shown, folder / ALERTS)
     if shown.run.summary and isinstance(costs := read_json(folder / SUMMARY).get("hook_profile"), dict):
@@ -148,10 +140,9 @@ def _noted(problems: list[str]) -> Iterator[None]:
 
 
 def _read_alerts(shown: ShownRun, path: Path) -> None:
-    exists = is_readable_file(path)
-    if exists:
+    if is_readable_file(path):
         check_size(path, MOST_ALERT_BYTES)
-    lines = path.read_bytes().splitlines() if exists else []
+    lines = [line for _, line in read_lines(path)]
     for line in lines[:MOST_ALERTS]:
         with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError, UsageError):
             alert = alert_fields(json.loads(line))

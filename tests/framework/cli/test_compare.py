@@ -11,7 +11,6 @@ from loopscope import experiments, sinks, training_hooks
 from loopscope.checkpoints import run_lock
 from loopscope.cli import main
 from loopscope.durable_files import write_json
-from loopscope.report import curves, record_scan
 from loopscope.runs import CONFIG, SUMMARY
 from rich.cells import cell_len
 from scipy import stats
@@ -288,26 +287,7 @@ def test_invalid_input_is_refused_in_a_sentence(words, sentence: str, capsys) ->
     assert sentence in printed.err
 
 
-@pytest.mark.parametrize("limit", ["MOST_BYTES", "MOST_LINE", "MOST_METRICS", "MOST_WAITING"])
-def test_oversized_records_are_not_read(limit: str, capsys, monkeypatch) -> None:
-    """Limits on bytes, line length, metrics and pending values are reported, and the other run is read."""
-    emits = [(10, "POST_EPOCH", {LOSS: 1.0}), (20, "POST_STEP", series("h/x", [0.5] * 400) | series("h/y", [0.5]))]
-    for name in "ab":
-        run(name, [], emits=emits if name == "a" else [*emits[:1], (30, "POST_STEP", series("h/x", [1.0], 900))])
-    monkeypatch.setattr(
-        curves if limit == "MOST_LINE" else record_scan,
-        limit,
-        {"MOST_BYTES": 500, "MOST_LINE": 300, "MOST_METRICS": 2, "MOST_WAITING": 99}[limit],
-    )
-    compared = comparison(capsys, "runs")
-    problems = [row["problem"] for row in compared["runs"]] + [
-        entry["problem"] for entry in compared["first_differences"]
-    ]
-    assert "more than" in problems[0] + problems[-1] or "the limit is" in problems[0]
-    assert problems[1] == ""
-
-
-def test_oversized_summary_is_reported_as_damaged(capsys, monkeypatch) -> None:
+def test_oversized_summary_is_reported_as_damaged(capsys) -> None:
     """A summary of more than 64 MiB is not read."""
     for name in "abc":
         run(name, [1.0])

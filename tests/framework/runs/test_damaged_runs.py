@@ -99,9 +99,9 @@ def changed(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Pat
 WRONG = {
     "no JSON": (lambda name: written(name, "{no json"), "cannot be read: it is not JSON"),
     "no object": (lambda name: written(name, "[1]"), "cannot be read: it is JSON, but not an object"),
-    "too deep to parse": (lambda name: written(name, "[" * 100_000 + "]" * 100_000), "it is nested too deeply"),
-    "no UTF-8": (lambda name: written(name, b'{"a": "\xff"}'), "cannot be read: byte 7 is not UTF-8"),
-    "a folder": (a_folder, "cannot be read: Is a directory"),
+    "too deep to parse": (lambda name: written(name, "[" * 100_000 + "]" * 100_000), "it is not JSON"),
+    "no UTF-8": (lambda name: written(name, b'{"a": "\xff"}'), "cannot be read: it is not JSON"),
+    "a folder": (a_folder, "cannot be read: it is not a regular file"),
     "empty": (lambda name: written(name, ""), "cannot be read: it is not JSON"),
     "a number too long": (lambda name: written(name, "1" * 5000), "cannot be read: it is not JSON"),
 }
