@@ -36,8 +36,7 @@ def alerts_parser() -> CommandParser:
 
 def alerts(words: Sequence[str]) -> None:
     """List alerts and findings; raises :class:`UsageError` for bad input."""
-    parser = alerts_parser()
-    given = parser.defaults | parser.parse(words)
+    given = alerts_parser().complete(words)
     require(len(given["RUN"]) == 1, f"loopscope alerts takes the folder of one run, but got {len(given['RUN'])}.")
     require(given["since"] >= 0, f"--since is {given['since']}; it must be a step, 0 or more.")
     require(given["limit"] >= 1, f"--limit is {given['limit']}; it must be at least 1.")

@@ -36,8 +36,7 @@ def compare_parser() -> CommandParser:
 
 def compare(words: Sequence[str]) -> None:
     """Compare runs; raises :class:`UsageError` for fewer than two."""
-    parser = compare_parser()
-    given = parser.defaults | parser.parse(words)
+    given = compare_parser().complete(words)
     require(bool(given["RUN"]), "loopscope compare needs RUN...: folders of runs, or folders that contain runs.")
     require(not (given["json"] and given["markdown"]), "--json and --markdown exclude each other.")
     runs = {run.path.resolve(): run for folder in given["RUN"] for run in runs_in(Path(folder), READ)}

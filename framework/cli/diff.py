@@ -43,8 +43,7 @@ def diff(words: Sequence[str]) -> None:
         ReportedError: if the runs differ.
         UsageError: if the runs have nothing to compare.
     """
-    parser = diff_parser()
-    given = parser.defaults | parser.parse(words)
+    given = diff_parser().complete(words)
     runs = given["RUN"]
     remedy = "; loopscope verify RUN checks one run." if len(runs) == 1 else "."
     require(len(runs) == 2, f"loopscope diff takes the folders of two runs, but got {len(runs)}{remedy}")

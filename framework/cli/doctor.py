@@ -44,8 +44,7 @@ def doctor(words: Sequence[str]) -> None:
         UsageError: for bad input.
         ReportedError: if ``--fail-on`` is given and a finding has at least its severity.
     """
-    parser = doctor_parser()
-    given = parser.defaults | parser.parse(words)
+    given = doctor_parser().complete(words)
     require(len(given["RUN"]) == 1, f"loopscope doctor takes the folder of one run, but got {len(given['RUN'])}.")
     is_changed = (given["branches"], given["steps"]) != (BRANCHES, STEPS)
     require(given["test"] or not is_changed, "--branches and --steps are options of the tests; add --test.")

@@ -26,8 +26,7 @@ def hooks_parser() -> CommandParser:
 
 def hooks(words: Sequence[str]) -> None:
     """List all hooks, or show one."""
-    parser = hooks_parser()
-    given = parser.defaults | parser.parse(words)
+    given = hooks_parser().complete(words)
     output = Output.of("hooks", words, given)
     every_hook = list(HookRegistry)
     content: dict[str, Any]

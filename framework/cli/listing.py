@@ -56,8 +56,7 @@ def ls_parser() -> CommandParser:
 
 def ls(words: Sequence[str]) -> None:
     """List the runs in a folder; raises :class:`UsageError` if it has none."""
-    parser = ls_parser()
-    given = parser.defaults | parser.parse(words)
+    given = ls_parser().complete(words)
     folders = given["FOLDER"]
     require(len(folders) <= 1, f"loopscope ls takes one folder, but got {len(folders)}: {', '.join(folders)}.")
     runs, width = runs_in(Path(folders[0])) if folders else runs_by_default(), line_width()
@@ -128,8 +127,7 @@ def show_parser() -> CommandParser:
 
 def show(words: Sequence[str]) -> None:
     """Show a run with its metrics, or a short form of all runs of an experiment."""
-    parser = show_parser()
-    given = parser.defaults | parser.parse(words)
+    given = show_parser().complete(words)
     require(len(given["RUN"]) == 1, f"loopscope show takes the folder of one run, but got {len(given['RUN'])}.")
     require(given["points"] >= 1, f"--points is {given['points']}; it must be at least 1.")
     folder, patterns = Path(given["RUN"][0]), given["metrics"]

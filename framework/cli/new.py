@@ -105,16 +105,10 @@ def _class_name(name: str, kind: str, text: str) -> str:
 
 def _write(texts: Mapping[Path, str]) -> None:
     """Write new files, all or none; raises :class:`UsageError` if the file system refuses."""
-    written: list[Path] = []
     try:
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("x", encoding="utf-8") as file:
-                written.append(path)
                 file.write(text)
-    except BaseException as error:
-        for partial_path in written:
-            partial_path.unlink()
-        if not isinstance(error, OSError):
-            raise
+    except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.") from error

@@ -20,7 +20,6 @@ NAMES = list[str]  # the type of options that take one name or several
 PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 NEGATIVE_NUMBER = r"-(\d|\.\d|inf|nan)"
 FEW = 10  # an error about an unknown option lists the options of a command that has at most this many
-VERIFYING = ("--verify", "--validate-checkpoints")  # words for what a separate command does
 UNBOUNDED = 10_000  # columns of output that is not a terminal, so that programs can read full names
 
 
@@ -189,9 +188,6 @@ class CommandParser(argparse.ArgumentParser):
             raise UsageError(f"Unexpected word {rest[0]!r}; options start with two dashes, and --help lists them.")
         if rest:
             flag = rest[0].partition("=")[0]
-            if flag in VERIFYING:
-                remedy = "loopscope verify RUN trains a run again and compares it with its checkpoints."
-                raise UsageError(f"Unknown option {flag!r}. {remedy}")
             flags = [word for action in self._actions for word in action.option_strings if word.startswith("--")]
             if len(flags) <= FEW:
                 raise unknown("option", flag, flags)
@@ -200,6 +196,10 @@ class CommandParser(argparse.ArgumentParser):
         given |= self.typed({name: given[name] for name in self.types if name in given})
         single = {name: given[name][0] for name in self.several if len(given.get(name, ())) == 1}
         return given | single
+
+    def complete(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return the given values, and the defaults of the other options, by name."""
+        return self.defaults | self.parse(words)
 
     def typed(self, values: Mapping[Any, Any], source: str = "") -> dict[str, Any]:
         """Return values by option, converted to their types; names may contain dashes.

@@ -31,8 +31,7 @@ def report_parser() -> CommandParser:
 
 def report(words: Sequence[str]) -> None:
     """Write the requested page; raises :class:`UsageError` before anything is written."""
-    parser = report_parser()
-    given = parser.defaults | parser.parse(words)
+    given = report_parser().complete(words)
     require(bool(given["RUN"]), "loopscope report needs RUN, the folder of a run: loopscope report RUN... -o page.html")
     require(given["most_mib"] >= 1, f"--most-mib is {given['most_mib']}; it must be a whole number, 1 or more.")
     path = Path(given["out"])

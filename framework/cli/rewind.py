@@ -57,8 +57,7 @@ def rewind_parser() -> CommandParser:
 
 def rewind(words: Sequence[str]) -> None:
     """Repeat the requested steps, and report the folder of their metrics and the result of the comparison."""
-    parser = rewind_parser()
-    given = parser.defaults | parser.parse(without_dots(words))
+    given = rewind_parser().complete(without_dots(words))
     require(len(given["RUN"]) == 1, "loopscope rewind takes the folder of one run: loopscope rewind RUN --step N.")
     one_step = (given["step"] is None) == given["spike"]
     require(one_step, "loopscope rewind needs one of --step N and --spike.")

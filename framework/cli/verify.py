@@ -40,8 +40,7 @@ def verify_parser() -> CommandParser:
 
 def verify(words: Sequence[str]) -> None:
     """Compare runs with their checkpoints and digests; raises :class:`ReportedError` at the first difference."""
-    parser = verify_parser()
-    given = parser.defaults | parser.parse(without_dots(words))
+    given = verify_parser().complete(without_dots(words))
     require(len(given["RUN"]) == 1, "loopscope verify takes the folder of a run: loopscope verify RUN.")
     number, hooks = given["intervals"], given_hooks(given)
     require(number is None or number >= 1, f"--intervals is {number}; it must be at least 1.")

@@ -17,7 +17,6 @@ TREND_VALUES = 3
 FLAT_BELOW = 1e-3
 MOST_KEYS = 4
 LONGEST_VALUE = 20
-LARGEST = 1e300  # integers may be larger than any float
 MEAN = "ø "
 Groups = Mapping[str, Sequence[str]]
 Label = Literal["note", "warning", "alert", "critical", "critical alert"]
@@ -57,9 +56,7 @@ class Track:
     def add(self, value: Any, kept: int = TREND_VALUES) -> None:
         """Add a value, or the values of a series; the last ``kept`` numbers are stored."""
         values = value.values if isinstance(value, Series) else [value]
-        numbers = [
-            item for item in values if isinstance(item, float) or (isinstance(item, int) and abs(item) < LARGEST)
-        ]
+        numbers = [item for item in values if isinstance(item, (int, float))]
         self.last, self.is_news = values[-1], True
         self.recent = [*self.recent, *numbers[-kept:]][-kept:]
         if isinstance(value, Series):

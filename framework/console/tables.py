@@ -3,7 +3,6 @@
 import inspect
 import re
 import shlex
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -229,7 +228,7 @@ def spread(values: Sequence[float]) -> str:
     """
     if len(values) == 1:
         return number_text(values[0])
-    numbers = np.array([value if abs(value) < sys.float_info.max else float(number_text(value)) for value in values])
+    numbers = np.array(values, dtype=np.float64)
     with np.errstate(all="ignore"):
         return f"{number_text(float(numbers.mean()))} ± {number_text(float(numbers.std(ddof=1)))}"
 

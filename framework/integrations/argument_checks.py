@@ -6,6 +6,7 @@ from inspect import Parameter, isclass, signature
 from typing import Any, TypeVar, cast
 
 from torch import nn
+from torch.optim import Optimizer
 
 from ..errors import UsageError, require, unknown
 from ..hooks import StepSchedule, TrainingHook
@@ -98,7 +99,8 @@ def check_function(name: str, function: Callable[..., Any] | None, arguments: Se
 
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:
     """Raise :class:`UsageError` if a scheduler is a class, has no ``step``, or schedules another optimizer."""
-    fits = not isclass(scheduler) and all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict"))
+    is_other = isclass(scheduler) or isinstance(scheduler, Optimizer)
+    fits = not is_other and all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict"))
     require(
         fits or scheduler is None,
         f"The scheduler is {_shown(scheduler)}; give the object of the loop, whose step() it calls, or leave "

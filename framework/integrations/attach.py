@@ -216,10 +216,8 @@ def _attach_to_loop(
         items = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         single = _single_optimizer([unwrap_fabric(None, item)[1] for item in items])
         given = {"scaler": scaler, "scheduler": _given_scheduler(scheduler, single)}
-        for name, of in (("scaler", GradScaler), ("scheduler", object)):
-            fits = given[name] is None or (isinstance(given[name], of) and not isinstance(given[name], Optimizer))
-            kind = type(given[name]).__name__
-            require(fits, f"The {name} is a {kind}; give the loop's own {name}, or leave {name}= out.")
+        fits = scaler is None or isinstance(scaler, GradScaler)
+        require(fits, f"The scaler is a {type(scaler).__name__}; give the loop's own scaler, or leave scaler= out.")
         model, replica, compiled = unwrap(target)
         parts = {**given, "replica": replica, "compiled": compiled}
         attached.build(model, single, **parts, ranks=ranks, accumulate=accumulate)

@@ -1,7 +1,6 @@
 """Summaries of runs, in plain values: the content of ``summary.json`` and of the display."""
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from traceback import format_exception
@@ -71,17 +70,14 @@ def build_summary(
 
 
 def deltas(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
-    """Return the changes of the numbers of an evaluation; values that exceed the range of floats are left out.
+    """Return the changes of the numbers of an evaluation.
 
-    >>> deltas({"loss": 3, "word": "a", "huge": 10**400}, {"loss": 1, "word": "b", "new": 2, "huge": 0.5})
+    >>> deltas({"loss": 3, "word": "a"}, {"loss": 1, "word": "b", "new": 2})
     {'loss': -2}
     """
-    both = [name for name in after if _is_number(after[name]) and _is_number(before.get(name))]
+    numbers = (int, float)
+    both = [name for name in after if isinstance(after[name], numbers) and isinstance(before.get(name), numbers)]
     return {name: after[name] - before[name] for name in both}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
 def model_size(model: nn.Module) -> dict[str, int]:

@@ -52,7 +52,6 @@ REFUSED = [
     ([*HOOK, "a", "--output-dir", "package"], "package/__init__.py exists"),
     ([*HOOK, "a", "--output-dir", "here.py"], "'here.py', which is not a folder"),
     ([*HOOK, "a", "--output-dir", "here.py/b"], "Not a directory"),
-    ([*HOOK, "half"], "test_half.py cannot be written"),
 ]
 
 
@@ -112,5 +111,4 @@ def test_refusal_is_a_sentence_without_files(words: list[str], fragment: str, tm
     for path in ("here.py", "test_tested.py", "package/__init__.py"):
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text("mine\n")
-    Path("test_half.py").symlink_to("nowhere")  # looks free, but cannot be written
     assert fragment in refused(words, tmp_path, capfd)

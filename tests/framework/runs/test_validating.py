@@ -128,12 +128,6 @@ def test_verify_reports_what_it_cannot_compare(run: Path, tmp_path: Path, capfd)
     assert f"{run} is still being trained; wait until it has ended." in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["run small --validate-checkpoints", "rewind RUN --verify 3"])
-def test_former_options_are_refused_naming_verify(words: str, capfd) -> None:
-    assert main(words.split()) == 2
-    assert f"Unknown option '{words.split()[2]}'. loopscope verify RUN trains" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("options", [{"lr": 0.5}, {"seed": 4}, {"hooks": ["grad_clip"]}])
 def test_another_run_is_refused(options, finished: Path) -> None:
     with pytest.raises(UsageError, match=r"belongs to another run|was trained with other committing hooks"):
