@@ -11,10 +11,10 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import listed
 from loopscope.hooks import Alert, Metrics, RunInfo
-from loopscope.tensors import joint_norm
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
+from ..measures import compute_once, joint_gradient_norm
 from .nonfinite_search import Producer, nonfinite_names, search
 
 NAMED = 5  # parameters and rows that the alert names
@@ -109,7 +109,7 @@ class FirstNonfinite(TrainingHook):
             return not _is_nonfinite(ctx.loss)
         norm = ctx.grad_norm
         if norm is None:
-            norm = joint_norm([leaf.grad for leaf in ctx.model.parameters() if leaf.grad is not None])
+            norm = compute_once(ctx, joint_gradient_norm)
         loss = 0.0 if ctx.loss is None else ctx.loss
         return bool(torch.isfinite(norm + loss))
 

@@ -10,10 +10,10 @@ from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepS
 from loopscope.doctor.senses import BackwardPass, BackwardRecorder
 from loopscope.errors import require
 from loopscope.hooks import EVERY_STEP, BackwardContext, Metrics, RunInfo
-from loopscope.tensors import joint_norm, live_gradients, trainable, unsharded
+from loopscope.tensors import trainable, unsharded
 from torch import Tensor, nn
 
-from ..measures import SeriesBudget, WeightCopy
+from ..measures import SeriesBudget, WeightCopy, compute_once, joint_gradient_norm
 from .batch_facts import (
     IGNORED,
     BatchPart,
@@ -342,7 +342,7 @@ class TrainingChecks(TrainingHook):
         self._step, self._copy = ctx.step, None
         parameters = {name: value for name, value in trainable(ctx.model).items() if not value.is_meta}
         parts, passes = parts_of(ctx.batch_data), self._passes.of(ctx.step)
-        self._norm = joint_norm(live_gradients(parameters.values())) if ctx.grad_norm is None else ctx.grad_norm
+        self._norm = compute_once(ctx, joint_gradient_norm) if ctx.grad_norm is None else ctx.grad_norm
         metrics = self._frozen_metrics(ctx.model)
         held = {name for group in ctx.optimizer_groups for name in group.names}
         metrics |= self._gradient_metrics(parameters, held) | self._precision_metrics(ctx, parameters, passes)
@@ -448,7 +448,7 @@ class TrainingChecks(TrainingHook):
         before, self._norm = self._norm, None
         if before is None or not self._with_gradient:
             return {}
-        return {"clip_factor": joint_norm(live_gradients(parameters.values())).to(before) / before}
+        return {"clip_factor": compute_once(ctx, joint_gradient_norm).to(before) / before}
 
     def _after_update(self, ctx: RunDataContext) -> Metrics:
         """Return the metrics of the update, after one transfer to the host."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.hooks import Metrics, RunInfo
-from loopscope.tensors import max_abs, norm, norm_of_each, trainable
+from loopscope.tensors import max_abs, norm, norm_of_each
 
-from ..measures import FamilyFile, SeriesBudget, reported_series
+from ..measures import FamilyFile, SeriesBudget, compute_once, joint_weight_norm, reported_series, weight_norms
 
 
 @HookRegistry.register
@@ -68,10 +68,9 @@ class Norms(TrainingHook):
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the norms; no gradient metrics after an epoch in which no parameter had a gradient."""
-        weights = trainable(ctx.model)
-        weight_norm = norm(weights)
+        weight_norm = compute_once(ctx, joint_weight_norm)
         metrics = {"total_weight_norm": weight_norm}
-        families = {"weight_norm": norm_of_each(weights)}
+        families = {"weight_norm": compute_once(ctx, weight_norms)}
         if ctx.accumulated_grads:
             grad_norm = norm(ctx.accumulated_grads)
             metrics["total_grad_norm"] = grad_norm

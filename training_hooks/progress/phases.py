@@ -6,8 +6,9 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics
-from loopscope.tensors import norm, trainable
 from torch import Tensor
+
+from ..measures import compute_once, joint_weight_norm
 
 MEMORISATION, CIRCUIT_FORMATION, CLEAN_UP, GENERALISED = range(4)
 
@@ -83,7 +84,7 @@ class Phases(TrainingHook):
                 )
             return {}
         gap = ctx.train_acc - ctx.val_acc
-        weight_norm = norm(trainable(ctx.model))
+        weight_norm = compute_once(ctx, joint_weight_norm)
         earlier = weight_norm if self._largest_norm is None else self._largest_norm.to(weight_norm.device)
         self._largest_norm = torch.maximum(weight_norm, earlier)
         drop = 1 - weight_norm / self._largest_norm

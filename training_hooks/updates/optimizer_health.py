@@ -10,10 +10,10 @@ import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StepSchedule
 from loopscope.errors import UnsuitableError, counted, listed, require
 from loopscope.hooks import Metrics, ModelDataContext, OptimizerGroup, RunInfo
-from loopscope.tensors import gradients, groups_of, laid_out_like, local_shards, norm_of_each, over_shards, trainable
+from loopscope.tensors import groups_of, laid_out_like, local_shards, norm_of_each, over_shards, trainable
 from torch import Tensor, nn
 
-from ..measures import FamilyFile, SeriesBudget, WeightCopy, notice, stacked
+from ..measures import FamilyFile, SeriesBudget, WeightCopy, compute_once, gradient_norms, notice, stacked
 from .second_moments import WITHOUT_MOMENTS, SecondMoment, coupled_decay, second_moment, square_of_epsilon, step_of
 
 PIECE = 2**16
@@ -171,12 +171,12 @@ class OptimizerHealth(InterventionHook):
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Keep settings, gradient norms and weights before the step."""
-        vector = gradients(ctx.model)
-        if not vector:
+        norms = compute_once(ctx, gradient_norms)
+        if not norms:
             return {}
         # At POST_STEP the scheduler has already set the learning rates of the next step.
         self._groups = {name: group for group in ctx.optimizer_groups for name in group.names}
-        self._step, self._norms, self._copy = ctx.step, norm_of_each(vector), WeightCopy.of(ctx.model)
+        self._step, self._norms, self._copy = ctx.step, norms, WeightCopy.of(ctx.model)
         return {}
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:

@@ -10,20 +10,10 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
-from loopscope.tensors import (
-    Vector,
-    gradients,
-    groups_of,
-    joint_norm,
-    live_gradients,
-    local_shards,
-    norm_of_each,
-    over_shards,
-    trainable,
-)
+from loopscope.tensors import Vector, gradients, groups_of, local_shards, over_shards, trainable
 from torch import Tensor
 
-from ..measures import FamilyFile, SeriesBudget, WeightCopy, stacked
+from ..measures import FamilyFile, SeriesBudget, WeightCopy, compute_once, gradient_norms, joint_gradient_norm, stacked
 
 CLIPPED_BELOW = 1 - 1e-6
 """A step is clipped if its gradient norm after clipping is less than this multiple of the norm before."""
@@ -194,13 +184,12 @@ class ParameterNorms(TrainingHook):
 
     def _gradient_norm(self, ctx: RunDataContext, family: str) -> Tensor:
         """Return the joint norm of the gradients; on a reported step, keep the norm of each as a family as well."""
-        vector = gradients(ctx.model) if self._is_reported(ctx.step) else {}
-        if vector:
-            norms = norm_of_each(vector)
+        if self._is_reported(ctx.step) and gradients(ctx.model):
+            norms = compute_once(ctx, gradient_norms)
             self._families[family] = list(norms), stacked(norms.values())
         if ctx.hook_point is HookPoint.POST_BACKWARD and ctx.grad_norm is not None:
             return ctx.grad_norm.clone()  # computed by the loop, for all hooks
-        return joint_norm(live_gradients(ctx.model.parameters()))
+        return compute_once(ctx, joint_gradient_norm)
 
     def _parameter_metrics(self, ctx: RunDataContext, copy: WeightCopy) -> dict[str, float]:
         """Return the totals and the chosen members of each family; transfers everything to the host at once."""

@@ -6,18 +6,20 @@ from dataclasses import dataclass
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.hooks import Metrics, RunInfo
-from loopscope.tensors import Vector, as_matrices, norm_of_each, total_of, trainable, unsharded
+from loopscope.tensors import Vector, as_matrices, total_of, trainable, unsharded
 from torch import Tensor
 
 from ..measures import (
     FamilyFile,
     SeriesBudget,
+    compute_once,
     effective_rank,
     reported_series,
     singular_values,
     smaller_gram,
     stable_rank,
     stacked,
+    weight_norms,
 )
 
 TOGETHER = 2**20
@@ -137,7 +139,7 @@ class WeightTracking(TrainingHook):
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the norms, and at SNAPSHOT the metrics of the spectra as well."""
         weights = trainable(ctx.model)
-        families = {"norm": norm_of_each(weights) if weights else {}}
+        families = {"norm": compute_once(ctx, weight_norms)}
         totals = {"total_norm": total_of(stacked(families["norm"].values()))} if weights else {}
         if ctx.hook_point is HookPoint.SNAPSHOT:
             whole = {name: unsharded(value) for name, value in weights.items() if value.ndim > 1 and value.numel()}
