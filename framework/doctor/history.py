@@ -236,7 +236,7 @@ class History:
 
     @property
     def update_ratios(self) -> Curve:
-        """‖Δθ‖/‖θ‖ over all trainable parameters, from the hook that measured it most often."""
+        """‖Δθ‖/‖θ‖ over all trainable parameters; in older records from the hook that measured it most often."""
         hooks = ("training_checks/", "parameter_norms/total_", "training_diagnostics/")
         return max((self.curve(f"{hook}update_ratio") for hook in hooks), key=len)
 

@@ -20,7 +20,7 @@ HOOKS: dict[str, Any] = {
     "range_penalty": {"every_n_steps": 3},
     "sharpness": {"iterations": 3, "k": 1, "probes": 2, "density_probes": 1, "batches": 2, "critical_passes": 3},
     "subspace_gradient_info": {"window": 4, "top": 2, "every": 4},
-    "training_diagnostics": {"window": 8, "lags": 2, "update_every": 3},
+    "training_diagnostics": {"window": 8, "lags": 2},
     "variance": {"window": 3, "every": 5},
     "weight_average": {"decay": 0.9, "interval": 2, "swa_start": 0.5, "swa_interval": 2, "evaluate_every": 1},
     "weight_updates": {"interval": 3, "sample_size": 16, "topk": 50},

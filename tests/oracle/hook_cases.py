@@ -72,7 +72,7 @@ VARIANTS = {
     "subspace_gradient_info": Variant("subspace_gradient_info", {"window": 4, "top": 2, "every": 4}),
     "token_loss": Variant("token_loss", {"interval": 3}),
     "token_gradient": Variant("token_gradient", {"top_k": 2}),
-    "training_diagnostics": Variant("training_diagnostics", {"window": 8, "lags": 2, "update_every": 3}),
+    "training_diagnostics": Variant("training_diagnostics", {"window": 8, "lags": 2}),
     "variance": Variant("variance", {"window": 3, "every": 5}),
     "weight_average": Variant(
         "weight_average", {"decay": 0.9, "interval": 2, "swa_start": 0.5, "swa_interval": 2, "evaluate_every": 1}

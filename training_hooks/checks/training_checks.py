@@ -234,7 +234,8 @@ class TrainingChecks(TrainingHook):
             1e-2 for AdamW at the start, and more for steps of a fixed size, such as Muon's; it falls with a decay
             schedule. Above 0.1: the learning rate is too high. 0: nothing changes.
         update_ratio_median | median over the parameters with at least two dimensions of ‖Δθ_p‖₂ / ‖θ₋_p‖₂; without
-            those with ‖θ₋_p‖₂ = 0 | [0, ∞] | As update_ratio, without the influence of the largest parameter.
+            those with ‖θ₋_p‖₂ = 0 | [0, ∞] | As update_ratio, without the influence of the largest parameter. That of
+            weight_updates is over vectors as well, and by default over sampled elements.
         unchanged_count | parameters with a non-zero gradient whose values the step has not changed in any bit
             | 0, 1, 2, … | Above 0: not in the optimizer, a learning rate of 0, or updates that rounding removes.
         unchanged/<parameter> | checked steps in a row without a change, but with a gradient | 1, 2, 3, …

@@ -91,7 +91,6 @@ ENTANGLEMENT = """
         gradient.
     gradient_cosine | cos(g_A, g_B(θ)), g_A the gradient at POST_BACKWARD | [−1, 1], NaN
         | Agreement of consecutive batches at the same parameters. NaN here and below: a vector was zero.
-    update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the optimizer's step on A.
 """
 APPROXIMATION = """
     {0}_norm | ‖{1}‖₂ | [0, ∞) | Size of {2}.
@@ -249,7 +248,6 @@ class Hessian(InterventionHook):
             "entanglement_ratio": size / norm(before),
             "entanglement_cosine": cosine(change, before),
             "gradient_cosine": cosine(gradient, before),
-            "update_norm": norm(update),
         }
         rates = previous.rates  # the update of plain SGD is −η·g_A
         sgd_update = {name: -rates[name] * value for name, value in gradient.items() if name in rates}

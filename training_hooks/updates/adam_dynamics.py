@@ -253,7 +253,8 @@ MOMENTS = """
     second_moment_norm | ‖√v̂‖₂ | [0, ∞) | The root mean square gradient of about the last 1/(1−β₂) steps.
     moment_ratio | ‖m̂‖₂ / ‖√v̂‖₂ | [0, ∞), NaN | Near 1: gradients agree from step to step (always so at the first
         step). Near √((1−β₁)/(1+β₁)), 0.23 at β₁ = 0.9: they are noise. Above 1: the gradients have just grown.
-    update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the step, including weight decay.
+    update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the step that Adam has computed, including weight decay. Above the
+        measured one (total_update_norm of parameter_norms): the precision of the weights rounds a part of it away.
     update_gradient_cosine | cos(Δθ, −g) | [−1, 1], NaN
         | Positive: the step goes downhill on this batch. Small: preconditioning and momentum turn the step away from
         the negative gradient.

@@ -98,8 +98,9 @@ class MatrixUpdates(InterventionHook):
     mutates = False
     metrics = """
         update_norm/<parameter> | σ₁(ΔW) = ‖ΔW‖₂ | [0, ∞)
-            | The most that the step changes the output for an input of norm 1. Under Muon about the learning rate times
-            its factor for the shape. Here and below NaN: an element is not finite.
+            | The most that the step changes the output for an input of norm 1; ‖ΔW‖_F is update_norm of
+            parameter_norms. Under Muon about the learning rate times its factor for the shape. Here and below NaN: an
+            element is not finite.
         update_stable_rank/<parameter> | ‖ΔW‖_F²/σ₁(ΔW)² = Σσ²/σ₁² | [1, min(out, in)], NaN
             | The number of directions that the step changes as much as the strongest. Near 1: the gradient of one
             direction dominates, as of few tokens or a common mean of the inputs. NaN: the matrix does not move.

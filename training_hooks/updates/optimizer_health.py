@@ -85,7 +85,7 @@ class OptimizerHealth(InterventionHook):
     Assumes that the optimizer averages the squares of the elements of g. Parameters are left out, and named in a
     notice, if they have no such state (Muon, quantised or rotated moments), or if the optimizer overwrites gradients.
     Keeps a copy of the trained parameters in float32 or wider from PRE_UPDATE to POST_STEP of a measured step, which it
-    shares with ``parameter_norms``.
+    shares with ``parameter_norms`` and ``training_checks``.
 
     Args:
         interval: steps between two measurements; 1 to see spikes before those of the loss.

@@ -54,7 +54,8 @@ class ParameterNorms(TrainingHook):
     Assumes that clipping only scales gradients down or limits elements, so that it reduces the joint norm. In a loop
     without PRE_UPDATE (closures, or a step within backward) only the joint norm before clipping is reported, every
     ``interval`` steps. Costs two reductions over all gradients in each step. Keeps a copy of the trained parameters in
-    float32 or wider from PRE_UPDATE to POST_STEP of every ``interval``-th step, when no activations are in memory.
+    float32 or wider from PRE_UPDATE to POST_STEP of every ``interval``-th step, when no activations are in memory, and
+    shares it with ``training_checks`` and ``optimizer_health``.
 
     Args:
         interval: steps from one report on the parameters to the next.
@@ -83,9 +84,7 @@ class ParameterNorms(TrainingHook):
             | Grows until weight decay balances the updates; without decay it grows further.
         total_update_norm | ‖Δθ‖₂ over all trained parameters | [0, ∞]
             | Proportional to the learning rate under Adam and Muon, and to learning rate and gradient under SGD.
-        total_update_ratio | ‖Δθ‖₂ / ‖θ₋‖₂ | [0, ∞]
-            | The relative change of the weights in one step. It follows the schedule of the learning rate, down to 0
-            at its end. Well above its value early in training at the same learning rate: instability.
+            Divided by total_weight_norm it is update_ratio of training_checks.
         grad_norm/<parameter> | ‖g_p‖₂ before clipping | [0, ∞]
             | Far above the others: the layer that dominates the joint norm, and so its clipping. 0: the loss does not
             depend on the parameter in this batch.
@@ -228,8 +227,7 @@ class ParameterNorms(TrainingHook):
             )
             self._clipped, self._steps = torch.zeros_like(self._clipped), 0
         weight_norm, update_norm = (math.hypot(*families[name].values()) for name in ("weight_norm", "update_norm"))
-        metrics |= {"total_weight_norm": weight_norm, "total_update_norm": update_norm}
-        return metrics | ({"total_update_ratio": update_norm / weight_norm} if weight_norm else {})
+        return metrics | {"total_weight_norm": weight_norm, "total_update_norm": update_norm}
 
     def table(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the number of steps of the run, and how many of them were clipped."""

@@ -60,10 +60,10 @@ class PathLength(TrainingHook):
             | n = steps / every, for 1/√n.
         interval_path | Σ ‖l‖₂ over the legs of the interval: an epoch, in the step loop since the last SNAPSHOT
             | [0, ∞) | Follows the learning rate. Rising at a constant learning rate: the steps grow.
-        interval_displacement | ‖θ_t − θ at the interval's beginning‖₂ | [0, interval_path]
-            | The net movement of the interval.
-        interval_efficiency | interval_displacement / interval_path; NaN if nothing moved | [0, 1], NaN
-            | Near 1: the legs agree; near 1/√(legs of the interval): they are noise.
+        interval_efficiency | ‖θ_t − θ'‖₂ / interval_path, θ' the parameters at the interval's beginning; NaN if nothing
+            moved | [0, 1], NaN
+            | Near 1: the legs agree; near 1/√(legs of the interval): they are noise. The distance itself is
+            total_delta of parameter_delta.
         path_per_step | interval_path / steps of the interval | [0, ∞)
             | With every = 1 the mean length of a step; less with longer legs, since steps within a leg partly cancel.
     """
@@ -123,7 +123,6 @@ class PathLength(TrainingHook):
             "efficiency": (displacement / self._path).clamp(max=1),  # which rounding may exceed
             "steps": self._steps,
             "interval_path": path,
-            "interval_displacement": interval_displacement,
             "interval_efficiency": (interval_displacement / path).clamp(max=1),
             "path_per_step": path / steps,
         }

@@ -48,12 +48,12 @@ class WeightUpdates(TrainingHook):
     """Check the gradients, and how far the optimizer's step really moves each parameter, every ``interval`` steps.
 
     Checks step 1, then every ``interval`` steps. The gradients are those at POST_BACKWARD: complete, unscaled, before
-    clipping. The update is the difference of the weights before and after the optimizer's step, so it includes
-    momentum, weight decay and clipping; a step that the loss scaler skips has no update. Learning rates are those of
-    the step itself. The hook checks a fixed sample of elements of each parameter (norms are scaled by √(n/k) for k
-    sampled of n elements), or all elements with ``exact``. When a condition
-    appears or spreads to more parameters, an alert reports the step, the number of parameters and the worst of them.
-    When the condition ends, a notice reports that.
+    clipping. The update is the difference of the weights at POST_BACKWARD and after the optimizer's step, so it
+    includes momentum, weight decay and clipping; a step that the loss scaler skips has no update. Learning rates are
+    those of the step itself. The hook checks a fixed sample of elements of each parameter (norms are scaled by √(n/k)
+    for k sampled of n elements), or all elements with ``exact``; ``training_checks`` and ``parameter_norms`` report
+    ratios of all elements. When a condition appears or spreads to more parameters, an alert reports the step, the
+    number of parameters and the worst of them. When the condition ends, a notice reports that.
 
     A non-finite gradient is critical. The other conditions are warnings only where they are faults; otherwise the alert
     is a remark. Exploding: the norm is also at least 100 times the median of its last 9 checks. Vanishing: a parameter

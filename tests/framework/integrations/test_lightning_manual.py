@@ -147,7 +147,7 @@ def test_hooks_with_losses_need_a_function(tmp_path):
 
     watched = fit("Gan", tmp_path, hooks=["hessian"], loss=loss)
     assert watched.digests == fit("Gan", tmp_path).digests
-    assert "hessian/update_norm" in loopscope.read_run(tmp_path / "run").names
+    assert "hessian/update_curvature" in loopscope.read_run(tmp_path / "run").names
 
 
 def test_record_of_manual_optimisation(tmp_path):

@@ -9,12 +9,12 @@ from typing import Any
 import loopscope
 import pytest
 import torch
-from loopscope.hooks import HookPoint
+from loopscope.hooks import HookPoint, RunDataContext, StatePart
 from loopscope.training_hooks.checks import TrainingChecks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support import Case, train
+from tests.support import OPTIMIZERS, ActingHook, Case, SpyHook, at, train
 
 Metrics = dict[str, float]
 ROWS, CLASSES = 8, 4
@@ -259,6 +259,48 @@ def test_update_ratio_and_clipping_match_sgd(tmp_path: Path) -> None:
     metrics = run(tmp_path, model=model, clip=0.01, lr=0.1)[1]
     assert metrics["clip_factor"] * metrics["grad_norm"] == pytest.approx(0.01, rel=1e-3)
     assert metrics["update_ratio"] == pytest.approx(0.1 * 0.01 / norm, rel=1e-3)
+
+
+class Weights(at(SpyHook, HookPoint.PRE_UPDATE, HookPoint.POST_STEP)):
+    """Keeps the weights around each update, in float64."""
+
+    name = "weights"
+
+    def __init__(self) -> None:
+        self.copies: dict[HookPoint, list[Tensor]] = {HookPoint.PRE_UPDATE: [], HookPoint.POST_STEP: []}
+
+    def compute(self, ctx: RunDataContext) -> dict[str, float]:
+        flat = torch.cat([value.detach().double().flatten() for value in ctx.model.parameters()])
+        self.copies[ctx.hook_point].append(flat)
+        return {}
+
+    def ratios(self) -> list[float]:
+        return [float((new - old).norm() / old.norm()) for old, new in zip(*self.copies.values(), strict=True)]
+
+
+@pytest.mark.longer
+@pytest.mark.some_rows(2)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_update_ratio_matches_weight_copies(optimizer: str) -> None:
+    weights = Weights()
+    found = train(Case("transformer", optimizer), [weights, TrainingChecks(interval=1)], steps=6)
+    ratios = [row[3] for row in found.sink.rows() if row[0] == "training_checks/update_ratio"]
+    assert ratios == pytest.approx(weights.ratios(), rel=1e-5)
+
+
+@pytest.mark.longer
+def test_committed_changes_are_not_updates() -> None:
+    """Weights that another hook commits do not enter the update ratio."""
+
+    def blend(ctx, model_ctx):
+        model_ctx.blend_parameters({name: torch.ones_like(p) for name, p in ctx.model.named_parameters()}, 0.5)
+
+    points = (HookPoint.POST_BACKWARD, HookPoint.POST_STEP)
+    acting = at(ActingHook, *points, mutates=False, commits={StatePart.PARAMETERS}, needs_pre_epoch_state=False)
+    weights = Weights()
+    found = train(Case(), [TrainingChecks(interval=1), acting(blend), weights], steps=3)
+    ratios = [row[3] for row in found.sink.rows() if row[0] == "training_checks/update_ratio"]
+    assert ratios == pytest.approx(weights.ratios(), rel=1e-5)
 
 
 def test_parameters_that_the_step_leaves_are_named(tmp_path: Path) -> None:

@@ -101,7 +101,6 @@ def test_metrics_match_closed_form_on_quadratic_losses(method, optimizer, lr):
             "entanglement_ratio": change.norm() / gradient.norm(),
             "entanglement_cosine": functional.cosine_similarity(change, gradient, dim=0),
             "gradient_cosine": functional.cosine_similarity(previous, gradient, dim=0),
-            "update_norm": update.norm(),
             "exact_products": torch.tensor(float(method == "exact")),
             "first_order_norm": change.norm(),
             "first_order_error": torch.tensor(0.0),

@@ -15,7 +15,7 @@ OPTIONS = {
     "variance": {"window": 4, "every": 8},
     "batch_dynamics": {"history": 8, "every": 9},
     "subspace_gradient_info": {"window": 4, "top": 2, "every": 1},
-    "training_diagnostics": {"window": 8, "lags": 1, "update_every": 2},
+    "training_diagnostics": {"window": 8, "lags": 1},
 }
 
 SERIES = [

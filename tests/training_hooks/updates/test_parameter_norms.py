@@ -37,7 +37,6 @@ def expected_metrics(before, after, weights, new_weights) -> dict[str, float]:
     changes = {name: new_weights[name] - weights[name] for name in weights}
     norms = {"grad_norm": before, "clipped_grad_norm": after, "weight_norm": weights, "update_norm": changes}
     totals = {f"total_{family}": length(vector.values()) for family, vector in norms.items()}
-    totals["total_update_ratio"] = totals["total_update_norm"] / totals["total_weight_norm"]
     families = {f"{family}/{name}": length([v]) for family, vector in norms.items() for name, v in vector.items()}
     zeros = {f"zero_fraction/{name}": float((v == 0).double().mean()) for name, v in before.items()}
     ratios = {

@@ -48,7 +48,6 @@ def expected(positions: list[torch.Tensor], begin: int, end: int, places: list[i
         "efficiency": displacement / path,
         "steps": end,
         "interval_path": part,
-        "interval_displacement": moved,
         "interval_efficiency": moved / part,
         "path_per_step": part / (end - begin),
     }
