@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,8 @@ from loopscope import training_hooks  # noqa: F401 - fills the registry
 from loopscope.errors import LoopscopeError
 from loopscope.hooks import HookRegistry, MetricInfo, Series, TrainingHook
 
-from tests.contracts.test_hooks import COMMITTING, HEALTH, QUIET, make, reference, refusal
-from tests.support import Case, train
+from tests.contracts.test_hooks import COMMITTING, HEALTH, QUIET, make, reference, refusal, supported
+from tests.support import Case, Run, train
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{HEALTH}"),
@@ -147,8 +147,7 @@ EXPONENTS = {
 FAST = {(scaled_loss, -90, CASES[0]), (scaled_gradients, 110, CASES[1])}
 SCALES = [
     pytest.param(
-        case,
-        partial(change, exponent),
+        (case, partial(change, exponent)),
         id=f"{case}-{change.__name__}-{exponent}",
         marks=[] if (change, exponent, case) in FAST else [pytest.mark.slow],
     )
@@ -162,7 +161,7 @@ DEGENERATE = [zero_gradients, zero_loss, one_row, constant_inputs, zero_weights,
 QUICK = {(zero_gradients, CASES[0]), (zero_rate, CASES[1])}
 DEGENERATE_RUNS = [
     pytest.param(
-        case, change, id=f"{case}-{change.__name__}", marks=[] if (change, case) in QUICK else [pytest.mark.slow]
+        (case, change), id=f"{case}-{change.__name__}", marks=[] if (change, case) in QUICK else [pytest.mark.slow]
     )
     for case in CASES
     for change in DEGENERATE
@@ -188,8 +187,9 @@ def violations(hook: TrainingHook, rows: Any, *, is_finite: bool = False) -> lis
     found = []
     for metrics, *_ in rows:
         for name, value in metrics.items():
-            info = info_of(name.removeprefix(f"{hook.name}/"), infos)
-            if not name.startswith(f"{hook.name}/") or info is None:
+            own, _, metric = name.partition("/")
+            info = info_of(metric, infos) if own == hook.name else None
+            if info is None:
                 continue
             low, high = bounds(info.range)
             found += [f"{name} = {number!r}, range {info.range}" for number in numbers(value)
@@ -198,29 +198,61 @@ def violations(hook: TrainingHook, rows: Any, *, is_finite: bool = False) -> lis
     return found
 
 
+Training = Callable[[list[str]], Run]
+"""Trains with the hooks of these names."""
+
+
+def training(case: Case, change: Callable[..., None], **options: Any) -> Training:
+    def trained(names: list[str]) -> Run:
+        hooks = [
+            HookRegistry.get(name)(**SHORT_WINDOWS[name]) if name in SHORT_WINDOWS else make(name) for name in names
+        ]
+        return train(case, hooks, every_step=False, reference_weights=reference(case), introduce=change, **options)
+
+    return trained
+
+
+def run_with(name: str, case: Case, trained: Training, together: Run) -> Run:
+    """Return the run of all observers together, or one of the hook alone, if it commits or the other run failed."""
+    if refusal(name, case):
+        pytest.skip("the hook does not support the model")
+    return trained([name]) if name in COMMITTING or together.error else together
+
+
+def hook_of(run: Run, name: str) -> TrainingHook:
+    return next(hook for hook in run.manager.hooks if hook.name == name)
+
+
+@pytest.fixture(scope="module")
+def scaled(request: pytest.FixtureRequest) -> tuple[Case, Training, Run]:
+    """A run whose loss, weights or gradients have another scale, or the error with which it ends."""
+    case, change = request.param
+    trained = training(case, change, steps=STEPS, raises=LoopscopeError)
+    return case, trained, trained(supported(QUIET, case))
+
+
 @pytest.mark.parametrize("name", QUIET + COMMITTING)
-@pytest.mark.parametrize(("case", "change"), SCALES)
-def test_values_stay_in_declared_ranges(name, case, change):
+@pytest.mark.parametrize("scaled", SCALES, indirect=True)
+def test_values_stay_in_declared_ranges(name, scaled):
     """Loss, weights or gradients are multiplied by a power of two, or gradients of successive steps are alike."""
-    if refusal(name, case):
-        pytest.skip("the hook does not support the model")
-    hook = make(name)
-    run = train(case, [hook], steps=STEPS, audit=False, every_step=False, raises=LoopscopeError,
-                reference_weights=reference(case), introduce=change)  # fmt: skip
-    assert not violations(hook, run.sink.emitted)
+    run = run_with(name, *scaled)
+    assert not violations(hook_of(run, name), run.sink.emitted)
+
+
+@pytest.fixture(scope="module")
+def degenerate(request: pytest.FixtureRequest) -> tuple[Case, Training, Run]:
+    """A run of finite numbers whose loss, weights, gradients or inputs are 0 or constant."""
+    case, change = request.param
+    trained = training(case, change, steps=13)
+    return case, trained, trained(supported(QUIET, case))
 
 
 @pytest.mark.parametrize("name", QUIET + COMMITTING)
-@pytest.mark.parametrize(("case", "change"), DEGENERATE_RUNS)
-def test_degenerate_runs_report_described_values(name, case, change):
+@pytest.mark.parametrize("degenerate", DEGENERATE_RUNS, indirect=True)
+def test_degenerate_runs_report_described_values(name, degenerate):
     """Where loss, weights and gradients are finite, a NaN, as of 0/0, or an infinite value needs a declared range."""
-    if refusal(name, case):
-        pytest.skip("the hook does not support the model")
-    hook = make(name)
-    if name in SHORT_WINDOWS:
-        hook = HookRegistry.get(name)(**SHORT_WINDOWS[name])
-    run = train(case, [hook], steps=13, every_step=False, reference_weights=reference(case), introduce=change)
-    assert not violations(hook, run.sink.emitted, is_finite=True)
+    run = run_with(name, *degenerate)
+    assert not violations(hook_of(run, name), run.sink.emitted, is_finite=True)
 
 
 @pytest.mark.parametrize(
