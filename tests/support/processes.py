@@ -17,7 +17,7 @@ import torch
 
 PRELOADED = [
     *("tests.support.ranks", "tests.framework.checkpoints.crash_runs", "torch.distributed.fsdp"),
-    "torch.distributed.tensor.parallel",
+    *("torch.distributed.tensor.parallel", "torch._dynamo"),  # every optimizer imports the latter
 ]
 """Modules that the fork server imports; importing them in each process would take seconds."""
 
