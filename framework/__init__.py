@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         DebugInterventionHook, ExperimentRegistry, HookPoint, HookRegistry, InterventionHook, MetricInfo, MetricSink,
         ModelDataContext, Remembered, RunDataContext, StatePart, StepSchedule, TrainingHook, metric_table,
     )
-    from .integrations import AttachedScope, Scope, attach
+    from .integrations import AttachedScope, Callback, Scope, attach
     from .report import plot, read_run
     from .runs import ExperimentConfig, ExperimentRunner
 
@@ -26,14 +26,14 @@ _NAMES_OF = {
         "MetricSink", "ModelDataContext", "Remembered", "RunDataContext", "StatePart", "StepSchedule", "TrainingHook",
         "metric_table",
     ),
-    "integrations": ("AttachedScope", "Scope", "attach"),
+    "integrations": ("AttachedScope", "Callback", "Scope", "attach"),
     "report": ("plot", "read_run"),
     "runs": ("ExperimentConfig", "ExperimentRunner"),
 }
 """Public names by package. A package is imported when one of its names is first used, since torch takes seconds."""
 _PACKAGE_OF = {name: package for package, names in _NAMES_OF.items() for name in names}
 __all__ = [
-    "AttachedScope", "DebugInterventionHook", "ExperimentConfig", "ExperimentRegistry", "ExperimentRunner",
+    "AttachedScope", "Callback", "DebugInterventionHook", "ExperimentConfig", "ExperimentRegistry", "ExperimentRunner",
     "GrokkingConfig", "GrokkingRunner", "HookError", "HookPoint", "HookRegistry", "InterventionHook", "Loader",
     "LoopscopeError", "MetricInfo", "MetricSink", "ModelDataContext", "Remembered", "RunDataContext", "Scope",
     "StateMutationError", "StatePart", "StepSchedule", "TensorLoader", "TrainingHook", "UsageError", "attach",
