@@ -9,6 +9,9 @@ from .engine import Driver, HookManager
 from .errors import InvalidExperimentError
 from .state import LoopState
 from .training import (
+    DATA,
+    EVALUATION,
+    OTHER,
     TrainingTask,
     advance_scheduler,
     forward_backward,
@@ -73,11 +76,14 @@ def epoch_loop(
             # An evaluation may end the run, and a run ends with a snapshot.
             intervals = (task.eval_every, task.snapshot_every)
             driver.begin_epoch(snapshot_follows=any(_is_due(loop.epoch + 1, every, task.length) for every in intervals))
+        driver.clock.enter(DATA)
         for index, batch in enumerate(task.loader.batches(loop.epoch, first), first):
             _training_step(driver, batch, index, extra_evaluation, step_scheduler=task.scheduler_interval == "step")
             progress.step(loop)
             pauses.pause(loop, unit_ended=False)
             manager.raise_failures()
+            driver.clock.enter(DATA)
+        driver.clock.enter(OTHER)
         _check_length(task, loop)
         driver.end_batches()
         driver.end_interval()
@@ -108,6 +114,7 @@ def step_loop(
         driver.begin_interval()
     while loop.step < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
+        driver.clock.enter(DATA)
         for index, batch in enumerate(task.loader.batches(loop.epoch, first), first):
             _training_step(driver, batch, index, extra_evaluation, step_scheduler=True)
             progress.step(loop)
@@ -116,6 +123,7 @@ def step_loop(
             manager.raise_failures()
             if loop.step >= task.length or loop.stopped:
                 break
+            driver.clock.enter(DATA)
         else:
             _check_length(task, loop)
             driver.end_batches()
@@ -152,7 +160,7 @@ def _training_step(
     """Take one optimizer step on a batch."""
     task = driver.task
     driver.begin_step(batch, index)
-    loss = forward_backward(task, batch, trains=True, before_backward=driver.backward_callback)
+    loss = forward_backward(task, batch, trains=True, before_backward=driver.backward_callback, clock=driver.clock)
     skipped = task.scaler is not None and is_skipped(task)
     driver.after_backward(loss, skipped=skipped)
     if not skipped:
@@ -175,7 +183,8 @@ def _check_length(task: TrainingTask, loop: LoopState) -> None:
 def evaluate(driver: Driver) -> None:
     """Evaluate, step a scheduler that needs the evaluation, and decide whether to stop."""
     task, loop = driver.task, driver.loop
-    driver.evaluate()
+    with driver.clock.during(EVALUATION):
+        driver.evaluate()
     step_by_metric(task, loop.evaluation)
     if task.ranks.agree(task.should_stop(loop.evaluation)):
         loop.stopped = True

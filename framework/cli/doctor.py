@@ -1,5 +1,6 @@
 """The command ``loopscope doctor RUN``: a diagnosis of a run, as text or JSON."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from ..doctor import Diagnosis, Severity, diagnose, diagnosis_lines
 from ..errors import counted, listed, require
 from ..laboratory.questions import try_changes
 from ..report import inspect_run
-from ..runs import ATTACHED, RunRecord, read_history, run_folders
+from ..runs import ATTACHED, RunRecord, read_history, read_step_times, run_folders
 from .output import Kept, Output, ReportedError, add_output_options
 from .parser import CommandParser, line_width
 from .recorded_run import RecordedRun
@@ -102,6 +103,8 @@ def _lines(diagnoses: dict[Path, Diagnosis]) -> list[str]:
         notes = len(diagnosis) - len(diagnosis.at_least("warning"))
         lines.append(f"{folder}: {listed([*counts, *([counted(notes, 'remark')] if notes else [])])}")
         lines += [f"  {line}" for line in diagnosis_lines(diagnosis, width - 2)]
+        if times := read_step_times(folder):
+            lines += textwrap.wrap(f"A step takes {times}.", width, initial_indent="  ", subsequent_indent=6 * " ")
     return lines
 
 

@@ -19,7 +19,7 @@ from ..console import (
     shortened,
     value_text,
 )
-from ..doctor import finding_lines
+from ..doctor import StepTimes, finding_lines, memory_text
 from ..errors import UsageError, counted
 from ..hooks.selection import always_on
 from ..report import FoundRun, find_runs, inspect_run
@@ -195,6 +195,8 @@ def _fields(run: FoundRun, *, short: bool) -> Iterator[tuple[str, str]]:
         fields["hooks"] = ", ".join(name for name in record.hooks if name not in left_out) or "none"
         fields["left out"] = ", ".join(left_out)
         fields["so far"] = place_text(*run.length) if run.length and not summary else ""
+        fields["a step"] = str(StepTimes.of(summary.get("step_time")) or "")
+        fields["peak memory"] = memory_text(summary.get("peak_memory"))
         fields |= {part: _listed(summary[part]) for part in ("initial", "final") if summary}
     yield from ((label, text) for label, text in fields.items() if text)
 

@@ -10,10 +10,11 @@ from .live import CRITICAL, FindingNotice, LiveDiagnosis, diagnosis_with
 from .recent_losses import RecentLosses
 from .rules import Rule
 from .start_up_facts import start_facts
+from .step_times import WORDS, StepTimes, milliseconds_text, memory_text
 
 __all__ = [
-    "CRITICAL", "SCHEMA", "SEVERITIES", "Curve", "Detector", "DetectorRegistry", "Diagnosis", "Evidence", "Finding",
-    "FindingNotice", "History", "LiveDiagnosis", "RecentLosses", "Rule", "Severity", "Threshold", "all_detectors",
-    "brief_lines", "diagnose", "diagnosis_lines", "diagnosis_with", "evidence_text", "finding_lines", "ranked",
-    "start_facts",
+    "CRITICAL", "SCHEMA", "SEVERITIES", "WORDS", "Curve", "Detector", "DetectorRegistry", "Diagnosis", "Evidence",
+    "Finding", "FindingNotice", "History", "LiveDiagnosis", "RecentLosses", "Rule", "Severity", "StepTimes",
+    "Threshold", "all_detectors", "brief_lines", "diagnose", "diagnosis_lines", "diagnosis_with", "evidence_text",
+    "finding_lines", "memory_text", "milliseconds_text", "ranked", "start_facts",
 ]

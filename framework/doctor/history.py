@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..hooks import Alert, Recovery, Series, as_float
 from .recent_losses import NUMBERS, RecentLosses
+from .step_times import StepTimes
 
 MOST_POINTS = 4096
 """Points of a metric in memory; above this number every second one is dropped."""
@@ -169,6 +170,9 @@ class History:
     """The losses of the newest steps."""
     alerts: list[dict[str, Any]] = field(default_factory=list)
     """The alerts as in ``alerts.jsonl``, without recoveries, oldest first."""
+
+    step_times: StepTimes | None = None
+    """The time of a step by phase: of a run that has ended, or for a diagnosis that its scope gives."""
 
     def add(self, step: int, metrics: Mapping[str, Any], epoch: int | None = None) -> None:
         """Add the metrics of one emit, by full name; lists and texts are left out."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from ..errors import RunNotice, notice, warn_at
@@ -10,6 +11,7 @@ from .diagnosis import diagnose
 from .diagnosis_text import Diagnosis
 from .findings import Finding
 from .history import History
+from .step_times import StepTimes
 
 ALWAYS_UNTIL = 10
 """Up to this step every delivery of metrics is diagnosed."""
@@ -123,14 +125,17 @@ def report(finding: Finding) -> None:
     warn_at(FindingNotice(sentence), code.co_filename, code.co_firstlineno)
 
 
-def diagnosis_with(history: History, pending: Iterable[tuple[int, Mapping[str, Any]]]) -> Diagnosis:
+def diagnosis_with(
+    history: History, pending: Iterable[tuple[int, Mapping[str, Any]]], step_times: StepTimes | None = None
+) -> Diagnosis:
     """Return the diagnosis of a history and of metrics that no sink has received yet; the history is not changed.
 
     Args:
         history: the metrics that sinks have received.
         pending: further metrics by full name, each with their step, oldest first.
+        step_times: the time of a step up to now.
     """
-    complete = deepcopy(history)
+    complete = replace(deepcopy(history), step_times=step_times)
     for step, metrics in pending:
         complete.add(step, metrics)
     return diagnose(complete)

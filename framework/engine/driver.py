@@ -16,7 +16,7 @@ from ..hooks import EPOCH_END, STEP_POINTS, HookPoint
 from ..state import LoopState
 from ..state.parameter_groups import learning_rate_of
 from ..tensors import accumulate, joint_norm, local_shards, unsharded
-from ..training import TrainingTask
+from ..training import BACKWARD, FORWARD, HOOKS, UPDATE, TrainingTask
 from .backward_calls import BackwardCalls
 from .hook_set import HookSet
 from .manager import HookManager
@@ -33,7 +33,7 @@ class Driver:
 
     def __init__(self, task: TrainingTask, manager: HookManager) -> None:
         self.task, self.manager, self.loop = task, manager, manager.state.loop
-        self._hooks, self._taps = manager.hooks, manager.taps
+        self._hooks, self._taps, self.clock = manager.hooks, manager.taps, manager.profiler.clock
         self._recorder = GradientRecorder(task, manager.hooks)
         self._backward_calls = BackwardCalls(task, manager.hooks)
         self.backward_callback = self.before_backward if self._backward_calls.are_needed else None
@@ -46,6 +46,10 @@ class Driver:
 
     def begin_epoch(self, *, snapshot_follows: bool) -> None:
         """Clear the accumulators of the epoch and, if a hook needs it, copy the current state."""
+        with self.clock.during(HOOKS):
+            self._begin_epoch(snapshot_follows=snapshot_follows)
+
+    def _begin_epoch(self, *, snapshot_follows: bool) -> None:
         loop = self.loop
         loop.running_loss, loop.running_steps = None, 0
         loop.gradient_sum, loop.gradient_steps, loop.accumulated_grads = None, 0, None
@@ -69,6 +73,7 @@ class Driver:
 
     def begin_step(self, batch: Batch, index: int) -> None:
         """Start the step on the ``index``-th batch of the epoch, before zero_grad."""
+        self.clock.enter(HOOKS)
         loop = self.loop
         if loop.has_unreported_evaluation:
             self.manager.report_evaluation()
@@ -92,6 +97,7 @@ class Driver:
             self.manager.save_step_streams()
         scaler = self.task.scaler
         loop.loss_scale = None if scaler is None else scaler.get_scale()
+        self.clock.enter(FORWARD)
 
     def cancel_step(self) -> None:
         """Undo :meth:`begin_step` for a batch that the loop has dropped: its PRE_STEP leaves no trace."""
@@ -113,7 +119,9 @@ class Driver:
             is_scaled: the loss scaler has already multiplied the loss.
         """
         if self._backward_calls.are_needed:
+            self.clock.enter(HOOKS)
             self._backward_calls.call(self.loop, loss, divisor, is_scaled=is_scaled)
+        self.clock.enter(BACKWARD)
 
     def drop_backward(self) -> None:
         """Undo :meth:`before_backward` for a pass that is not one of the step."""
@@ -121,6 +129,7 @@ class Driver:
 
     def after_backward(self, loss: Tensor | None, *, skipped: bool = False) -> None:
         """Record the detached ``loss``, if known, and fire POST_BACKWARD; gradients are complete and unscaled."""
+        self.clock.enter(HOOKS)
         loop = self.loop
         self._before_step = None
         if loss is not None:
@@ -133,11 +142,14 @@ class Driver:
             self._recorder.record(loop, skipped=skipped)
         if self._hooks.listeners.at[POST_BACKWARD] or not self._taps.is_idle:  # taps may need a separate pass
             self.manager.fire(POST_BACKWARD)
+        self.clock.enter(UPDATE)
 
     def before_update(self) -> None:
         """Fire PRE_UPDATE and record the learning rate of the step; not called for a skipped step."""
         if listeners := self._hooks.listeners.at[PRE_UPDATE]:
+            self.clock.enter(HOOKS)
             self.manager.call_hooks(PRE_UPDATE, listeners)
+        self.clock.enter(UPDATE)
         learning_rate = self.task.optimizer.param_groups[0].get("lr")
         if type(learning_rate) is float:
             self.loop.step_lr = learning_rate
@@ -152,10 +164,12 @@ class Driver:
 
     def after_update(self, *, skipped: bool = False) -> None:
         """End a step; its update was ``skipped`` if its gradients overflowed in float16."""
+        self.clock.enter(HOOKS)
         if skipped:
             self.loop.skipped_steps += 1
         elif listeners := self._hooks.listeners.at[POST_STEP]:
             self.manager.call_hooks(POST_STEP, listeners)
+        self.clock.end_step()
 
     def end_batches(self) -> None:
         """Clear the current batch: the loop is between steps from now on."""
@@ -163,7 +177,8 @@ class Driver:
 
     def flush_steps(self) -> None:
         """Deliver step metrics, and compute the mean loss since the start of the interval, which displays show."""
-        self.manager.delivery.flush_steps(self.loop.epoch)
+        with self.clock.during(HOOKS):
+            self.manager.delivery.flush_steps(self.loop.epoch)
         self.loop.update_mean_loss()
 
     def end_interval(self) -> None:
@@ -200,18 +215,21 @@ class Driver:
 
     def end_epoch(self) -> None:
         """Fire POST_EPOCH; the loop increments its epoch afterwards."""
-        self.manager.fire(POST_EPOCH)
+        with self.clock.during(HOOKS):
+            self.manager.fire(POST_EPOCH)
 
     def snapshot(self) -> None:
         """Fire SNAPSHOT, notify the sinks, and start a new series of steps."""
-        self.manager.fire(SNAPSHOT)
-        self.manager.delivery.snapshot(self.loop.epoch, self.loop.step)
+        with self.clock.during(HOOKS):
+            self.manager.fire(SNAPSHOT)
+            self.manager.delivery.snapshot(self.loop.epoch, self.loop.step)
         self.loop.series_steps = 0
 
     def begin_interval(self) -> None:
         """Start an interval of the step loop: clear its mean gradient and, if a hook needs it, copy the state."""
         self.loop.accumulated_grads = None
-        self._copy_state((SNAPSHOT,))
+        with self.clock.during(HOOKS):
+            self._copy_state((SNAPSHOT,))
 
 
 def _as_name(key: Any) -> str:

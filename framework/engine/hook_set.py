@@ -27,7 +27,7 @@ from ..hooks import STEP_POINTS, HookPoint, InterventionHook, MetricInfo, RunInf
 from ..isolation import Call, Isolation, is_shipped
 from ..state import TrainingState, visited
 from ..taps import TapSet, attention_not_read
-from ..training import Profiler, Ranks
+from ..training import HOOKS, Profiler, Ranks
 from . import hook_validation
 from .error_advice import advice_on_mutation
 from .failures import LOAD, Failure, HookFailures
@@ -176,7 +176,7 @@ class HookSet:
             function = partial(self._offload.call, hook, function)
 
         def run_in_pass() -> Result:
-            with self.profiler.section(hook.name), attention_not_read():
+            with self.profiler.clock.during(HOOKS), self.profiler.section(hook.name), attention_not_read():
                 return self.isolation.observe_in_pass(call, function)
 
         return self._call_safely(hook, call.where, call.step, run_in_pass)

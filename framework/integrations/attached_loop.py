@@ -10,7 +10,6 @@ from functools import partial
 from numbers import Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -40,7 +39,7 @@ from ..errors import (
 from ..hooks import ENDLESS, HookPoint, LoopType, StatePart, TrainingHook, treatments
 from ..isolation import undone_in_modules, undone_pass
 from ..loops import NoProgress, Progress
-from ..observing import scaler_in_use, schedulers_of
+from ..observing import scaler_in_use, schedulers_of, stop_timing, time_loaders
 from ..preserved_streams import preserved_streams
 from ..runs import (
     ATTACHED,
@@ -55,7 +54,7 @@ from ..runs import (
 )
 from ..state import RandomStreams, TrainingState
 from ..state.generators import generators_of
-from ..training import Ranks, TrainingTask
+from ..training import EVALUATION, Ranks, StepClock, TrainingTask
 from .attach_options import AttachOptions, Loss, OptionalLoader, missing_loss
 from .attached_folder import FolderChoice
 from .attached_state import StoredState, state_of
@@ -188,6 +187,11 @@ class AttachedLoop:
     def ranks(self) -> Ranks:
         """The ranks that train together, known once the run is built."""
         return self._ranks
+
+    @property
+    def clock(self) -> StepClock:
+        """The time of the run by phase."""
+        return self.manager.profiler.clock
 
     @property
     def path(self) -> Path:
@@ -369,7 +373,8 @@ class AttachedLoop:
         self._progress = self.run.show_progress()
         if self.options.loop == "step" and self._stored is None:
             self.driver.begin_interval()
-        self.run.training_started_at = perf_counter()
+        self.run.begin_training()
+        time_loaders(self.clock)
         atexit.register(self._close_at_exit)
 
     def _include_modules_of_loss(self, first: Batch | None) -> None:
@@ -554,11 +559,15 @@ class AttachedLoop:
             notices: report the first evaluation that draws random numbers.
         """
         if not self.options.isolate_evaluation:
-            with self.manager.untapped_pass() if self.is_started else nullcontext():
+            with ExitStack() as stack:
+                if self.is_started:
+                    stack.enter_context(self.clock.during(EVALUATION))
+                    stack.enter_context(self.manager.untapped_pass())
                 yield
             return
         with ExitStack() as stack:
             if self.is_started and not self.is_closed:
+                stack.enter_context(self.clock.during(EVALUATION))
                 stack.enter_context(self.manager.between_steps())
                 streams = self.manager.state.streams
                 streams.derive("evaluation", "the trainer", self.driver.loop.step)
@@ -582,7 +591,8 @@ class AttachedLoop:
             return result
         inner_results = self._inner_results = list[Any]()
         try:
-            result = self._isolated(function)
+            with self.clock.during(EVALUATION):
+                result = self._isolated(function)
         finally:
             self._inner_results = None
         for item in (*inner_results, result):
@@ -706,6 +716,7 @@ class AttachedLoop:
             self._console.ended([self.run.summary])
 
     def _release(self) -> None:
+        stop_timing(self.clock)
         _TRAINED.difference_update(separate_optimizers(self.driver.task.optimizer))
         if _OPEN.get(self.path.resolve()) is self:
             del _OPEN[self.path.resolve()]

@@ -29,6 +29,7 @@ from ..hooks import Alert, HookPoint
 from ..observing import listen, stop_listening
 from ..runs import attempt, status_of_script
 from ..state import Transient, uncompiled, visited
+from ..training import BACKWARD, BETWEEN, EVALUATION, FORWARD, OTHER
 from .attached_loop import AttachedLoop, Result
 from .forward_arguments import ForwardArguments
 from .gradient_unscaling import unscaled_gradients
@@ -242,6 +243,7 @@ class CustomLoop(Transient):
         attached, task = self._attached, self._attached.driver.task
         self._driver, self._scaler = attached.driver, task.scaler
         self._driver.can_cancel_steps = True
+        self._clock = attached.clock
         self._modes = EvaluationModes(
             task.model,
             self._driver.loop,
@@ -301,6 +303,7 @@ class CustomLoop(Transient):
         step.has_new_batch = True
         if step.phase is not BETWEEN_STEPS:
             self._driver.loop.batch = self._batch
+            self._clock.enter(FORWARD)
             return
         step.phase = IN_STEP
         with self._hook_calls:
@@ -395,6 +398,7 @@ class CustomLoop(Transient):
                 self._driver.before_backward(roots[0], is_scaled=roots[0] is self._scaled)
         self._is_in_backward, self._gradients = True, self._read_gradients()
         self._divisor = last_divisor(roots[0]) if is_loss else 1.0
+        self._clock.enter(BACKWARD)
 
     def on_failed_backward(self) -> None:
         """Forget a pass that has raised an error."""
@@ -412,6 +416,7 @@ class CustomLoop(Transient):
         before, self._gradients = self._gradients, None
         if before is None:
             return
+        self._clock.enter(OTHER)
         self._is_in_backward = False
         scaled, self._scaled = self._scaled, None
         step = self._step
@@ -546,6 +551,8 @@ class CustomLoop(Transient):
 
     def _on_evaluation_pass(self, train: bool) -> None:
         self._evaluates_in_train_mode = train and self._modes.have_effect()
+        if self._clock.phase == BETWEEN:
+            self._clock.enter(EVALUATION)
 
     def _on_evaluation_numbers(self) -> None:
         """Report an evaluation whose newest pass, before its numbers were logged, ran in train mode."""
@@ -739,10 +746,12 @@ class CustomLoop(Transient):
 
     def _run_backward(self, loss: Tensor, options: dict[str, Any]) -> None:
         self._is_in_backward = True
+        self._clock.enter(BACKWARD)
         try:
             owner = self._driver.task if self._accelerator is None else self._accelerator
             owner.backward(loss, **options)
         finally:
+            self._clock.enter(OTHER)
             self._is_in_backward = False
 
     def record_loss(self, loss: Tensor, *, complete: bool) -> None:

@@ -23,7 +23,7 @@ from ..errors import UsageError, notice, require
 from ..isolation import undone_in_attributes
 from ..runs import status_of_script
 from ..state import Transient, optimizers_of
-from ..training import takes_closure
+from ..training import DATA, FORWARD, OTHER, takes_closure
 from .attach_options import AttachOptions, steps_in
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
@@ -230,13 +230,17 @@ class TrainerEvents(TrainerCallback):
 
     def _on_batches(self, get: Callable[..., Any], *inputs: Any) -> Any:
         """Start a step with all its micro-batches."""
-        self._parts, self._items = get(*inputs)
+        with self.attached.clock.during(DATA):
+            self._parts, self._items = get(*inputs)
         if self._parts:
             self._active_loop.micro_batch(self._parts[0], self._steps, *self._parts[1:])
         return self._parts, self._items
 
     def _on_training_step(self, step: Callable[..., Tensor], *inputs: Any, **options: Any) -> Tensor:
+        clock = self.attached.clock
+        clock.enter(FORWARD)
         loss = step(*inputs, **options)
+        clock.enter(OTHER)
         self._active_loop.record_loss(loss, complete=self._trainer.accelerator.gradient_state.sync_gradients)
         return loss
 

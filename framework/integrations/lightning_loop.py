@@ -18,7 +18,7 @@ from ..errors import LoopscopeError, NoLossError, UsageError, require
 from ..hooks import ENDLESS
 from ..runs import status_of_script
 from ..state import Transient
-from ..training import is_skipped, takes_closure
+from ..training import FORWARD, OTHER, is_skipped, takes_closure
 from .attached_loop import AttachedLoop
 from .gradient_unscaling import unscaled_gradients
 from .model_wrappers import temporary_attribute, unwrap
@@ -204,6 +204,7 @@ class LightningLoop(Transient):
         step_batch = self._parts if trainer.accumulate_grad_batches > 1 or len(self._parts) > 1 else batch
         if self._stage:
             driver.loop.batch = step_batch
+            driver.clock.enter(FORWARD)
         else:
             self._stage = "open"
             driver.begin_step(step_batch, self._index)
@@ -221,6 +222,11 @@ class LightningLoop(Transient):
             scaler = self._attached.driver.task.scaler
             self._attached.driver.before_backward(loss, is_scaled=scaler is not None and scaler.is_enabled())
             self._losses.append(loss.detach() if scaler is None else loss.detach() / scaler.get_scale())
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        """Note the end of a backward pass."""
+        if self._stage == "open":
+            self._attached.driver.clock.enter(OTHER)
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Show hooks the complete gradients before clipping; with several optimizers before the first of them."""

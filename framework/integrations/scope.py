@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from ..checkpoints import allocate_saved, flatten_state
 from ..combined_optimizers import separate_optimizers
 from ..data import Loader
-from ..doctor import Diagnosis, diagnosis_with
+from ..doctor import Diagnosis, StepTimes, diagnosis_with
 from ..errors import HookMisuseError, UsageError, notice, require
 from ..hooks import HookPoint
 from ..observing import optimizers_over
 from ..preserved_streams import preserved_streams
 from ..runs import status_of_script
+from ..training import BETWEEN, DATA
 from .attach_options import steps_in
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop, HookCallSwitch
@@ -126,7 +127,8 @@ class AttachedScope(JupyterMixin):
         if not attached.is_started:
             return Diagnosis(unchecked="The training has not started.")
         with preserved_streams():
-            diagnosis = diagnosis_with(attached.run.diagnosis.history, attached.manager.delivery.pending())
+            history, times = attached.run.diagnosis.history, StepTimes.of(attached.clock.report())
+            diagnosis = diagnosis_with(history, attached.manager.delivery.pending(), times)
             return with_tests(attached, diagnosis, branches, steps) if test else diagnosis
 
     def __rich__(self) -> Group:
@@ -208,13 +210,16 @@ class Scope(AttachedScope):
         steps = steps_in(loader, self._loop.accumulation)
         if isinstance(loader, Loader):
             loader = loader.batches(*self._loop.next_position())
-        is_empty = True
+        is_empty, clock = True, self._attached.clock
+        clock.enter(DATA)
         for batch in loader:
             is_empty = False
             if self._loop.arguments is not None:
                 self._loop.note_batch(batch)
             self._loop.micro_batch(batch, steps)
             yield batch
+            clock.enter(DATA)
+        clock.enter(BETWEEN)
         if is_empty and not self._attached.place:
             self._loop.report_no_batches()
         self._loop.end_of_data(steps)

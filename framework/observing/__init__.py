@@ -9,9 +9,12 @@ from .found_parts import (
     schedulers_of,
     wrapped_by,
 )
+from .loader_waits import stop_timing, time_loaders
 
 __all__ = [
     "listen", "modules_over", "optimizers_over", "referred_by_callers", "scaler_in_use", "schedulers_of",
     "stop_listening",
+    "stop_timing",
+    "time_loaders",
     "wrapped_by",
 ]

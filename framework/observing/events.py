@@ -9,9 +9,8 @@ The wrappers are installed while any loop listens, and call torch's own function
 """
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from threading import get_ident
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -21,7 +20,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from ..isolation import VISITS
-from ..state import uncompiled
+from .places import place
 
 
 class LoopEvents(Protocol):
@@ -57,8 +56,8 @@ def listen(loop: LoopEvents) -> None:
     """Report the events of this process to a loop from now on."""
     with VISITS:
         _LISTENING.add(loop)
-        for place in _PLACES:
-            place.install()
+        for function in _PLACES:
+            function.install()
 
 
 def _listeners() -> list[LoopEvents]:
@@ -72,32 +71,8 @@ def stop_listening(loop: LoopEvents) -> None:
     with VISITS:
         _LISTENING.discard(loop)
         if not _LISTENING:
-            for place in _PLACES:
-                place.remove()
-
-
-class _Place(NamedTuple):
-    """A function of torch, and the wrapper that replaces it."""
-
-    owner: Any
-    name: str
-    function: Callable[..., Any]
-    wrapper: Callable[..., Any]
-
-    def install(self) -> None:
-        """Replace the function, unless a replacement by others, made meanwhile, still calls the wrapper."""
-        if getattr(self.owner, self.name) is self.function:
-            setattr(self.owner, self.name, self.wrapper)
-
-    def remove(self) -> None:
-        """Restore the function, unless others have replaced it meanwhile: then the wrapper remains, without effect."""
-        if getattr(self.owner, self.name) is self.wrapper:
-            setattr(self.owner, self.name, self.function)
-
-
-def _place(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> _Place:
-    function = getattr(owner, name)
-    return _Place(owner, name, function, uncompiled(wraps(function)(make(function))))
+            for function in _PLACES:
+                function.remove()
 
 
 def _observed_backward(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,9 +124,9 @@ def _observed_unscale(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _PLACES = (
-    _place(torch.autograd, "backward", _observed_backward),
-    _place(clip_grad, "_group_tensors_by_device_and_dtype", _observed_grouping),
-    _place(GradScaler, "scale", _observed_scale),
-    _place(GradScaler, "unscale_", _observed_unscale),
-    _place(GradScaler, "step", _observed_unscale),
+    place(torch.autograd, "backward", _observed_backward),
+    place(clip_grad, "_group_tensors_by_device_and_dtype", _observed_grouping),
+    place(GradScaler, "scale", _observed_scale),
+    place(GradScaler, "unscale_", _observed_unscale),
+    place(GradScaler, "step", _observed_unscale),
 )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..doctor import WORDS, StepTimes, memory_text, milliseconds_text
 from ..errors import listed, shortened
 from ..hooks import HookRegistry, MetricInfo
 from .alert_section import alert_section, is_phase, phase_section
@@ -285,7 +286,7 @@ def explained(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def tables_of(runs: Sequence[ShownRun]) -> str:
-    """Return HTML tables: differences between the runs, cost of hooks, and environments."""
+    """Return HTML tables: time of a step, differences between the runs, cost of hooks, and environments."""
     records = {shown.label: shown.run.record for shown in runs if shown.run.record}
     parts = differing_parts(records) if records else []
     differ = [(f"{row['part']} {row['name']}", *row["values"].values()) for row in parts]
@@ -298,7 +299,19 @@ def tables_of(runs: Sequence[ShownRun]) -> str:
     ]
     differences = table("Differences between the runs", ("", *records), differ)
     profile = table("Cost by hook, of runs with --profile-hooks", ("run", "hook", *COSTS), costs, folded=True)
-    return differences + profile + table("Environment", ("", "of any run"), values, folded=True)
+    return step_time_table(runs) + differences + profile + table("Environment", ("", "of any run"), values, folded=True)
+
+
+def step_time_table(runs: Sequence[ShownRun]) -> str:
+    """Return the table of the mean time of a step by phase, and of the largest memory; empty if both are unknown."""
+    rows = []
+    for shown in runs:
+        summary = shown.run.summary
+        times, memory = StepTimes.of(summary.get("step_time")), memory_text(summary.get("peak_memory"))
+        shares = ["" if times is None else f"{times.share(name):.0%}" for name in WORDS]
+        if times is not None or memory:
+            rows.append((shown.label, "" if times is None else milliseconds_text(times.total), *shares, memory))
+    return table("Time of a step, and memory", ("run", "step", *WORDS.values(), "peak memory"), rows)
 
 
 def packed(content: str) -> str:

@@ -184,6 +184,7 @@ def inspect_run(folder: Path, read: Collection[str] = READ) -> FoundRun:
     if record is not None:
         summary["experiment"] = record.experiment
     left_out = content.get("hooks_left_out")
+    summary |= {name: content.get(name) for name in ("step_time", "peak_memory")}
     summary["hooks_left_out"] = [str(name) for name in left_out] if isinstance(left_out, Mapping) else []
     return FoundRun(folder, summary["status"], record, summary, changes_text(folder, read))
 

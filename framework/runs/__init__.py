@@ -16,19 +16,19 @@ from .replay import Record, RecordSink, ReplaySink, forward_emits, record_of
 from .run_folder import ATTACHED_RUNS, EXPLANATION, REWINDS, RunFolder
 from .runner import ExperimentRunner, OptionsByHook
 from .run import Display, Run, attempt, create_manager
-from .run_history import history_without_metrics, read_alerts, read_history
+from .run_history import history_without_metrics, read_alerts, read_history, read_step_times
 from .task_building import build_run
 from .session import Session, StrategyPlan
 from .summaries import status_of_script
 from .validation import DivergedError, StepRange
 
 __all__ = [
-    "ALL", "ATTACHED", "ATTACHED_RUNS", "CONFIG", "EXPLANATION", "INCOMPLETE", "READ", "REWINDS", "SETTINGS", "SUMMARY",
-    "TRAINED", "Completed", "Display", "DivergedError", "ExperimentConfig", "ExperimentRunner", "FailedSink",
-    "OptionsByHook", "Record", "RecordSink", "ReplaySink", "Run", "RunFlags", "RunFolder", "RunOptions", "RunRecord",
-    "RunSettings", "Session", "StepRange", "StrategyPlan", "allowed_words", "attempt", "build_run", "changed_files",
-    "changes_text", "check_device", "checked_fields", "create_manager", "describe_type", "differences", "environment",
-    "field_names", "fits", "forward_emits", "history_without_metrics", "load_reference", "read_alerts", "read_history",
-    "read_initial", "read_outcome", "read_provenance", "read_status", "record_of", "require", "run_folders",
-    "status_of_script", "union_members", "versions", "warn_of_changes",
+    "ALL", "ATTACHED", "ATTACHED_RUNS", "CONFIG", "EXPLANATION", "INCOMPLETE", "READ", "REWINDS", "SETTINGS",
+    "SUMMARY", "TRAINED", "Completed", "Display", "DivergedError", "ExperimentConfig", "ExperimentRunner",
+    "FailedSink", "OptionsByHook", "Record", "RecordSink", "ReplaySink", "Run", "RunFlags", "RunFolder", "RunOptions",
+    "RunRecord", "RunSettings", "Session", "StepRange", "StrategyPlan", "allowed_words", "attempt", "build_run",
+    "changed_files", "changes_text", "check_device", "checked_fields", "create_manager", "describe_type",
+    "differences", "environment", "field_names", "fits", "forward_emits", "history_without_metrics", "load_reference",
+    "read_alerts", "read_history", "read_initial", "read_outcome", "read_provenance", "read_status", "read_step_times",
+    "record_of", "require", "run_folders", "status_of_script", "union_members", "versions", "warn_of_changes",
 ]

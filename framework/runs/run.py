@@ -165,6 +165,11 @@ class Run:
         """Show that training starts, and return the display of its progress."""
         return self.display.strategy_started(self.info, self.manager.task, [*self.manager.hooks])
 
+    def begin_training(self) -> None:
+        """Start to measure time: the first step follows."""
+        self.training_started_at = perf_counter()
+        self.manager.profiler.clock.restart(next(self.manager.task.model.parameters()).device.type)
+
     def end(self, status: str, error: BaseException | None = None) -> None:
         """End hooks and sinks, and write the summary, with the newest evaluation as the final one.
 

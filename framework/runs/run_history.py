@@ -1,16 +1,16 @@
 """The history of a recorded run, read from its folder for a diagnosis."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..doctor import History
-from ..durable_files import read_lines
+from ..doctor import History, StepTimes
+from ..durable_files import path_exists, read_json, read_lines
 from ..errors import UsageError, listed, warn
 from ..hooks import ALERTS, alert_fields
-from .records import RunRecord, read_left_out, read_status
+from .records import SUMMARY, RunRecord, read_left_out, read_status
 from .replay import Record, forward_emits, record_of
 
 
@@ -48,7 +48,19 @@ def history_without_metrics(folder: Path, run: RunRecord) -> History:
     with suppress(UsageError):  # a summary that cannot be read
         history.status = read_status(folder) or "running"
         history.left_out = read_left_out(folder)
+        history.step_times = read_step_times(folder)
     return history
+
+
+def read_step_times(folder: Path) -> StepTimes | None:
+    """Return the time of a step of the run in a folder; ``None`` before its end, and of a run without enough steps.
+
+    Raises:
+        UsageError: for a summary that cannot be read.
+    """
+    path = folder / SUMMARY
+    content = read_json(path) if path_exists(path) else {}
+    return StepTimes.of(content.get("step_time") if isinstance(content, Mapping) else None)
 
 
 def read_alerts(folder: Path) -> Iterator[dict[str, Any]]:

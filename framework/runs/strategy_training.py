@@ -211,7 +211,7 @@ class StrategyTraining:
             notice(f"No checkpoint can be written when a signal or a failing hook requests one. {sentences[0]}")
 
     def _train(self) -> None:
-        self.run.training_started_at = perf_counter()
+        self.run.begin_training()
         try:
             with self.signals.deferred(), checkpoint_errors(self.resumed, self.state.loop):
                 self._loop(self._checkpointing)

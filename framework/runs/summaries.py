@@ -12,6 +12,7 @@ from ..checkpoints import StoppedError
 from ..engine import HookManager
 from ..errors import with_lines
 from ..tensors import is_uninitialised
+from ..training import peak_memory
 from .records import INCOMPLETE, RunRecord
 
 
@@ -50,6 +51,9 @@ def build_summary(
         "target_reached": loop.reached,
         "seconds": dict(seconds),
         "steps_per_second": loop.step / seconds["training"] if seconds["training"] else None,
+        "step_time": manager.profiler.clock.report(),
+        # A profile resets the peaks for every hook.
+        "peak_memory": {} if manager.profiler.enabled else peak_memory(),
         "model": model_size(task.model),
         **final_loss,
         "last_lr": None if rate is None or math.isnan(rate) else rate,

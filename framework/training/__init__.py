@@ -7,8 +7,11 @@ from .parallel import (
     Parallel, is_main_process, is_restarted, joined_process_group, parallelise, torchrun_world_size,
     with_rebuilt_buckets,
 )
-from .profiler import Profiler
+from .profiler import Profiler, peak_memory
 from .ranks import Ranks
+from .step_clock import (
+    BACKWARD, BETWEEN, DATA, EVALUATION, FORWARD, HOOKS, OTHER, PHASES, UPDATE, StepClock,
+)
 from .train_step import (
     Precision, TrainingTask, advance_scheduler, borrowed_scaler, check_metric, forward_backward, is_skipped,
     make_closure, measure_gradients, step_by_metric, takes_closure, update,
@@ -16,9 +19,10 @@ from .train_step import (
 from .user_functions import without_graph
 
 __all__ = [
-    "METHODS", "LossProbe", "Method", "ObservedPass", "Parallel", "Precision", "Profiler", "Ranks", "TrainingTask",
+    "BACKWARD", "BETWEEN", "DATA", "EVALUATION", "FORWARD", "HOOKS", "METHODS", "OTHER", "PHASES", "UPDATE",
+    "LossProbe", "Method", "ObservedPass", "Parallel", "Precision", "Profiler", "Ranks", "StepClock", "TrainingTask",
     "advance_scheduler", "borrowed_scaler", "check_metric", "compile_model", "eagerly", "forward_backward",
     "is_compiled", "is_main_process", "is_restarted", "is_skipped", "joined_process_group", "make_closure",
-    "measure_gradients", "parallelise", "quiet_graph_breaks", "step_by_metric", "takes_closure", "torchrun_world_size",
-    "update", "with_rebuilt_buckets", "without_graph",
+    "measure_gradients", "parallelise", "peak_memory", "quiet_graph_breaks", "step_by_metric", "takes_closure",
+    "torchrun_world_size", "update", "with_rebuilt_buckets", "without_graph",
 ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..data import rows
+from .step_clock import StepClock
 
 Result = TypeVar("Result")
 MEASURED_FIRST, MEASURED_EVERY = 10, 25
@@ -35,6 +36,8 @@ class Profiler:
     """Number of samples that hooks sent through the model, by hook and kind of pass."""
     state_bytes: dict[str, int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
+    clock: StepClock = field(default_factory=StepClock)
+    """The time of the training by phase, of which that of hooks is one."""
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -128,3 +131,11 @@ def peak_resident_bytes() -> int:
         line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def peak_memory() -> dict[str, int]:
+    """Return the largest memory so far: ``host``, resident in this process, and ``device``, of tensors on a GPU."""
+    peaks = {"host": peak_resident_bytes()}
+    if torch.cuda.is_available():
+        peaks["device"] = torch.cuda.max_memory_allocated()
+    return peaks

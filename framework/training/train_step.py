@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..data import Batch, Loader, MicroBatches, SeparateBatches, micro_batches, rows
 from ..errors import LoopscopeError, UsageError, listed, require
 from .ranks import Ranks
+from .step_clock import BACKWARD, FORWARD, StepClock
 from .user_functions import loss_with_graph
 
 Arguments = ParamSpec("Arguments")
@@ -211,13 +212,19 @@ def _require_metric(task: TrainingTask, evaluation: Mapping[str, float]) -> None
 
 
 def forward_backward(
-    task: TrainingTask, batch: Batch, *, trains: bool = False, before_backward: Callable[[Tensor], None] | None = None
+    task: TrainingTask,
+    batch: Batch,
+    *,
+    trains: bool = False,
+    before_backward: Callable[[Tensor], None] | None = None,
+    clock: StepClock | None = None,
 ) -> Tensor:
     """Compute the unscaled gradients of the batch's mean loss, and return the loss, detached.
 
     With ``accumulation_steps`` the batch is split into micro-batches, each weighted by its share of the rows.
     Gradients and loss are means over the ranks. A pass that ``trains`` runs through the replica, which averages the
     gradients, and returns the loss of this rank. ``before_backward`` gets the loss of each micro-batch with its graph.
+    The ``clock`` of a training step tells the passes apart.
     """
     if task.replica is not None and task.replica.static_graph and not trains:
         raise LoopscopeError(
@@ -228,14 +235,17 @@ def forward_backward(
         task.ranks.join()
     task.optimizer.zero_grad()
     losses = []
+    enter = (clock or StepClock()).enter
     model = task.replica if trains and task.replica is not None else task.model
     # L = Σ w_k·L_k over the micro-batches k; each backward pass adds w_k·∇L_k to the gradients.
     for part, weight in task.micro_batches(batch):
+        enter(FORWARD)
         loss = task.compute_loss(model, part) if trains else loss_with_graph(task.compute_loss, model, part)
         if weight != 1:
             loss = loss * weight
         if before_backward is not None:
             before_backward(loss)
+        enter(BACKWARD)
         task.backward(loss)
         losses.append(loss.detach())
         del loss  # frees its graph before the next forward pass

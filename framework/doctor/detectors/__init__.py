@@ -13,9 +13,10 @@ from . import (
     outputs,
     parameters,
     precision,
+    speed,
 )
 
 __all__ = [
     "activations", "data", "gradients", "initialisation", "learning_rates", "losses", "modes", "nonfinite",
-    "optimizers", "outputs", "parameters", "precision",
+    "optimizers", "outputs", "parameters", "precision", "speed",
 ]

@@ -240,8 +240,9 @@ def outcome(folder: Path) -> Outcome:
 
 
 def _numbers(summary: dict[str, Any]) -> dict[str, Any]:
-    """Return a summary without its times and its folder, which differ between equal runs."""
-    return {key: value for key, value in summary.items() if key not in ("seconds", "steps_per_second", "output_dir")}
+    """Return a summary without its times, its memory and its folder, which differ between equal runs."""
+    costs = ("seconds", "steps_per_second", "step_time", "peak_memory")
+    return {key: value for key, value in summary.items() if key not in (*costs, "output_dir")}
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
