@@ -32,13 +32,19 @@ def optimizers_over(parameters: Iterable[Any]) -> list[Optimizer]:
 
 
 def modules_over(parameters: Iterable[Any]) -> list[nn.Module]:
-    """Return the modules that together have all of the parameters, without those within others of them.
+    """Return the smallest module that has all of the parameters, otherwise the outermost ones that together have them.
 
-    Parameters of no module are left out, and so are graphs that the compiler has made of other modules.
+    Of modules with the same parameters, such as a model and its replica, it is the outermost. Parameters of no module
+    are left out, and so are graphs that the compiler has made of other modules.
     """
     wanted = {id(parameter) for parameter in parameters}
-    found = [item for item in _objects((nn.Module,)) if any(id(one) in wanted for one in item.parameters())]
+    own = {item: {id(one) for one in item.parameters()} for item in _objects((nn.Module,))}
+    found = [item for item in own if own[item] & wanted]
     found = [item for item in found if not _is_graph(item)] or found
+    held = wanted & {key for item in found for key in own[item]}
+    complete = [item for item in found if own[item] >= held]
+    least = min((len(own[item]) for item in complete), default=0)
+    found = [item for item in complete if len(own[item]) == least] or found
     inner = {id(child) for item in found for child in item.modules() if child is not item}
     return [item for item in found if id(item) not in inner]
 

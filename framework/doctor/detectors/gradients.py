@@ -72,6 +72,8 @@ class WithoutGradient(Detector):
             return  # the optimizer steps within the backward pass, and clears the gradients there
         # An output's bias cancels in losses that use only differences of outputs, as for pairs and Wasserstein critics.
         is_bias = len(names) == count == 1 and names[0].endswith("bias") and missing.last == 0
+        # Models of transformers have a pooler, whose output a head or another pooling does not use.
+        is_pooler = len(names) == count and all("pooler." in name for name in names)
         if missing.last == 0:
             problem = "have a gradient of exactly 0 in all checked steps"
             remedy = (
@@ -85,7 +87,7 @@ class WithoutGradient(Detector):
                 "layers whose output is not used."
             )
         yield self.finding(
-            "info" if is_bias else "critical" if share > 0.5 else "warning",
+            "info" if is_bias or is_pooler else "critical" if share > 0.5 else "warning",
             1,
             f"{count} of {trainable} trainable parameters {problem}, so they are not trained: {named(names, count)}.",
             remedy,

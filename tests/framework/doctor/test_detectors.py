@@ -173,6 +173,13 @@ def test_experts_without_gradient_are_a_collapse(names: list[str], expected: str
     assert [item.id for item in diagnose(never_trained(names)).at_least("warning")] == [expected]
 
 
+def test_unused_pooler_is_a_remark() -> None:
+    """Encoders of transformers have one, which another pooling replaces."""
+    found = diagnose(never_trained(["model.pooler.dense.weight", "model.pooler.dense.bias"]))
+    assert [item.id for item in found] == ["parameters-without-gradient"]
+    assert not found.at_least("warning")
+
+
 def test_idle_experts_are_accepted_at_first() -> None:
     assert not diagnose(never_trained(["experts.1.weight"], last_check=60)).at_least("warning")
 

@@ -128,6 +128,21 @@ def test_long_training_of_a_copy_is_recorded(watched: Watched) -> None:
     assert not outer.state
 
 
+def test_training_of_a_part_has_the_part(watched: Watched) -> None:
+    """The actor of a policy has an optimizer of its own, and is not called itself, but its layers are."""
+    actor, critic = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)) for _ in range(2))
+    policy = nn.ModuleDict({"actor": actor, "critic": critic})
+    optimizers = [watched.new(torch.optim.SGD, part) for part in (actor, critic)]
+    for _ in range(3):
+        for part, optimizer in zip((actor, critic), optimizers, strict=True):
+            optimizer.zero_grad()
+            part[1](part[0](torch.randn(8, 4))).mean().backward()
+            optimizer.step()
+    models = [scope._attached.driver.task.model for scope in watched.process._scopes]
+    assert [model is part for model, part in zip(models, policy.values(), strict=True)] == [True, True]
+    assert watched.steps() == [3, 3]
+
+
 @pytest.mark.longer
 def test_many_brief_trainings_have_few_records(watched: Watched) -> None:
     """A loop with a new optimizer in every round, as in federated learning."""
