@@ -273,13 +273,13 @@ class OptimizerNotStepped(Detector):
         """Return a finding if there are several backward passes for each update, or no update at all."""
         alerts = history.alerts_of("loop", "passes_without_update")
         if alerts and not len(history.loss):
-            passes = int(alerts[-1]["value"])
+            count = int(alerts[-1]["value"])
             yield self.finding(
                 "critical",
                 1,
-                f"optimizer.step() was not called after any of {passes:,} backward passes, so no weight changes.",
+                f"optimizer.step() was not called after any of {count:,} backward passes, so no weight changes.",
                 "Call optimizer.step() after loss.backward(), then optimizer.zero_grad().",
-                Evidence("loop/passes_without_update", passes, None, "1, or the number of micro-batches"),
+                Evidence("loop/passes_without_update", count, None, "1, or the number of micro-batches"),
                 confidence=0.95,
             )
             return

@@ -8,7 +8,7 @@ from typing import Any
 import loopscope
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -358,7 +358,7 @@ def test_inner_updates_belong_to_their_step(tmp_path: Path) -> None:
 
     def meta(model: nn.Module, optimizer: Any) -> None:
         for _ in range(STEPS):
-            weights = dict(model.named_parameters())
+            weights: dict[str, Tensor] = dict(model.named_parameters())
             inputs, targets = rows()
             for _ in range(3):
                 loss = functional.cross_entropy(functional_call(model, weights, (inputs,)), targets)

@@ -129,7 +129,7 @@ def test_long_training_of_a_copy_is_recorded(watched: Watched) -> None:
 
 
 def test_training_of_a_part_has_the_part(watched: Watched) -> None:
-    """The actor of a policy has an optimizer of its own, and is not called itself, but its layers are."""
+    """The actor of a policy has a separate optimizer; its layers are called, not the actor itself."""
     actor, critic = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)) for _ in range(2))
     policy = nn.ModuleDict({"actor": actor, "critic": critic})
     optimizers = [watched.new(torch.optim.SGD, part) for part in (actor, critic)]
