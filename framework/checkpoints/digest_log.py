@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,17 +56,24 @@ def read_digests(folder: Path) -> dict[tuple[int, int], Digest]:
 
 
 class DigestLog:
-    """Writes a digest ``every`` so many steps (0: never, ``None``: at every snapshot).
+    """Writes a digest ``every`` so many steps (0: never, ``None``: at every snapshot), with the ``numbers`` of rows.
 
-    All ranks compute the digest together; the main one writes it.
+    All ranks compute the digest together; the main one writes it. The entries in ``left_out`` are not written.
     """
 
-    def __init__(self, folder: Path, manager: HookManager, every: int | None, numbers: RowNumbers) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manager: HookManager,
+        every: int | None = None,
+        numbers: RowNumbers | None = None,
+        left_out: Collection[str] = (),
+    ) -> None:
         self._path, self._manager, self._every = folder / DIGESTS, manager, every
         self._link = ""
         self._bytes, self._writes = 0, manager.task.ranks.is_main
         self._summary = xxhash.xxh3_128()
-        self._numbers = numbers
+        self._numbers, self._left_out = numbers, left_out
         self._since: int | None = None
 
     def position(self) -> dict[str, Any]:
@@ -90,12 +97,28 @@ class DigestLog:
         self._bytes, self._link, self._since = len(data), position["link"], position.get("since")
         self._summary.update(data)
 
+    def keep_until(self, step: int) -> None:
+        """Remove the lines of later steps, and continue the chain of the earlier ones."""
+        if not self._writes or not self._path.is_file():
+            return
+        digests = [digest for digest in read_digests(self._path.parent).values() if digest.step <= step]
+        with translated_disk_errors(self._path):
+            self._path.write_text("".join(f"{json.dumps(digest._asdict())}\n" for digest in digests))
+        self._link = digests[-1].link if digests else ""
+
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         """Write a line if one is due."""
-        since = self._since = loop.step - 1 if self._since is None else self._since
-        if not self._is_due(loop, unit_ended=unit_ended):
-            return
-        entries = state_digests(self._manager.state) | rows_entry(self._manager, self._numbers, since, loop.step)
+        self._since = loop.step - 1 if self._since is None else self._since
+        if self._is_due(loop, unit_ended=unit_ended):
+            self.write(loop)
+
+    def write(self, loop: LoopState) -> None:
+        """Write a line about this moment."""
+        since = self._since or 0
+        digests = state_digests(self._manager.state)
+        entries = {name: value for name, value in digests.items() if name not in self._left_out}
+        if self._numbers is not None:
+            entries |= rows_entry(self._manager, self._numbers, since, loop.step)
         self._link, self._since = link(self._link, loop.step, entries), loop.step
         digest = Digest(loop.epoch, loop.step, ALGORITHM, self._link, entries, since)
         data = (json.dumps(digest._asdict()) + "\n").encode()

@@ -28,7 +28,8 @@ bit of a training. Do not read the JSONL files whole: they are large. Ask the co
   2 bad input. With `--json` an error is `{"schema": 1, "error": ..., "status": ...}`.
 - Fix the first finding before anything else: others are often its consequences. `info` needs no action.
 - A step that matters can be repeated bit for bit: `loopscope rewind RUN --step N --hooks HOOK --json`; the cause of a
-  spike: `loopscope rewind RUN --spike --json` (only runs of `loopscope run`; both train again).
+  spike: `loopscope rewind RUN --spike --json` (only runs of `loopscope run`). Both train again; for runs of
+  `loopscope watch` the script runs again, and writes its files again.
 - `loopscope hooks NAME --json` explains the formula and the reading of every metric of a hook.
 """
 

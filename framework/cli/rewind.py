@@ -1,6 +1,6 @@
 """The command ``loopscope rewind``: repeats some steps of a run bit for bit, with any hooks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -26,6 +26,7 @@ from .output import Kept, Output, add_output_options
 from .parser import CommandParser, line_width, write_line
 from .recorded_run import RecordedRun, add_hook_options, given_hooks
 from .user_errors import user_errors
+from .watched_run import WatchedRun
 
 ROWS_HOOK, MOST_STEPS = "batch_rows", 5  # the hook that measures rows, and the number of steps whose rows are shown
 
@@ -66,7 +67,15 @@ def rewind(words: Sequence[str]) -> None:
     warn_of_changes(folder)
     output = Output.of("rewind", words, given)
     with user_errors(full_traceback=given["traceback"]):
-        run, hooks = RecordedRun.read(folder), given_hooks(given)
+        watched, hooks = WatchedRun.read(folder), given_hooks(given)
+        if watched is not None:
+            explains = given["explain"] or given["spike"]
+            require(not explains, "--explain and --spike start from checkpoints, which a watched run does not have.")
+            stretch = StepRange(given["step"], given["until"] or given["step"], given["from_start"])
+            path, steps = watched.rewind(stretch, hooks)
+            _report(path, stretch, 0, steps, None, output)
+            return
+        run = RecordedRun.read(folder)
         if given["explain"] or given["spike"]:
             remedy = "--explain chooses its own hooks; remove --with-hooks, --hooks and --hook-config."
             require(not any(hooks.values()), remedy)
@@ -85,8 +94,22 @@ def _train(session: Session, stretch: StepRange, runner: ExperimentRunner[Any], 
         return
     mode: Mode = "none" if output.is_json else "normal"
     path, since, compared = watch(session, mode, methodcaller("rewind", stretch), until=stretch.until)
-    measured = ROWS_HOOK in session.options.hooks
-    rows = rows_by_step(inspect_run(path).points, ROWS_HOOK, runner.describe_row) if measured else {}
+    _report(path, stretch, since, compared, runner.describe_row if ROWS_HOOK in session.options.hooks else None, output)
+
+
+def _report(
+    path: Path,
+    stretch: StepRange,
+    since: int,
+    compared: Sequence[int],
+    describe_row: Callable[[int], Any] | None,
+    output: Output,
+) -> None:
+    """Report the folder of a stretch, trained again after the step ``since``, and the steps at which it is identical.
+
+    With ``describe_row`` also the rows that the hook of rows has measured.
+    """
+    rows = {} if describe_row is None else rows_by_step(inspect_run(path).points, ROWS_HOOK, describe_row)
     steps = range(stretch.step, min(stretch.until, stretch.step + MOST_STEPS - 1) + 1)
     content = {
         "run": str(path.parent.parent),

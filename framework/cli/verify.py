@@ -19,6 +19,7 @@ from .output import Output, ReportedError, add_output_options
 from .parser import CommandParser
 from .recorded_run import RecordedRun, add_hook_options, given_hooks
 from .user_errors import user_errors
+from .watched_run import WatchedRun
 
 
 def verify_parser() -> CommandParser:
@@ -52,8 +53,15 @@ def verify(words: Sequence[str]) -> None:
     for folder in run_folders(Path(given["RUN"][0]), "verify"):
         try:
             with user_errors(full_traceback=given["traceback"]):
-                run = RecordedRun.read(folder)
+                watched = WatchedRun.read(folder)
                 damaged += [change.sentence for change in changed_files(folder, ALL).values() if change.is_damage]
+                if watched is not None:
+                    problem = "--intervals starts from checkpoints, which a watched run does not have; leave it out."
+                    require(number is None, problem)
+                    row = {"run": str(folder), "name": folder.name, "identical": True}
+                    compared.append({**row, "steps": watched.verify(hooks)})
+                    continue
+                run = RecordedRun.read(folder)
                 session = replace(run.session(**hooks), make_sinks=list)
                 if number is None:
                     compared += _verify_whole(session, folder, is_shown=not given["json"])

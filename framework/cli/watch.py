@@ -10,15 +10,20 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import mkstemp
-from typing import NoReturn
+from typing import Any, NoReturn
 
 SITE = Path(__file__).parents[1] / "integrations" / "watch_site"
 GROUPS = ("none", "minimal", "health", "observers", "interventions", "full")
 ALONE = {"I": "python -I", "S": "python -S", "E": "python -E"}
 """Options with which Python starts without ``PYTHONPATH`` or ``sitecustomize``."""
+VARIABLES = (
+    *("PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE"),
+    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "MKL_CBWR"),
+)
+"""The environment variables on which the bits of a training may depend, which are recorded with its command."""
 USAGE = """loopscope watch [OPTIONS] [--] COMMAND ...
 
 Run a training unchanged, with loopscope attached to what it trains: to every loop over an optimizer of torch, and to
@@ -46,6 +51,10 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _count_from_zero(text: str) -> int:
+    return 0 if text == "0" else _count(text)
+
+
 def watch_parser() -> argparse.ArgumentParser:
     """Build the parser of ``loopscope watch``."""
     parser = _Parser("loopscope watch", usage=USAGE, add_help=False, allow_abbrev=False)
@@ -56,6 +65,8 @@ def watch_parser() -> argparse.ArgumentParser:
     add("--overwrite", action="store_true", help="replace a run in that folder")
     add("--loop", choices=("step", "epoch"), help=argparse.SUPPRESS)
     add("--log-every", metavar="N", type=_count, help="steps between two deliveries of metrics (100)")
+    every = "steps between two digests of the training state, 0 for none (1, 10, 100, every 1,000 steps, the last)"
+    add("--digest-every", metavar="N", type=_count_from_zero, help=every)
     add("--display", choices=("brief", "normal", "verbose", "silent", "none"), help="what is shown (brief)")
     add("--audit", action="store_true", help="compare every byte of the training before and after every hook")
     add("--stop-after", metavar="N", type=_count, help="end the command after N steps, with status 0")
@@ -78,26 +89,42 @@ def watch(words: Sequence[str]) -> int:
     if shutil.which(command[0]) is None:
         return _refused(f"{command[0]!r} is not a command; give one such as python train.py.", 127)
     seed = given.pop("seed")
-    options = {name: value for name, value in given.items() if value not in (None, False)}
+    options = {name: value for name, value in given.items() if value is not None and value is not False}
     if not {"hooks", "with_hooks"} & options.keys():
         options["with_hooks"] = "health"
     if "out" in options:
         options["out"] = os.path.abspath(options["out"])
     handle, started = mkstemp(prefix="loopscope-watch-")
     os.close(handle)
-    paths = [str(SITE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    os.environ |= {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "LOOPSCOPE_WATCH": json.dumps(options),
-        "LOOPSCOPE_WATCH_COMMAND": json.dumps(command),
-        "LOOPSCOPE_WATCH_STARTED": started,
-        "LOOPSCOPE_WATCH_ROOT": str(os.getpid()),
+    origin = {
+        "command": command,
+        "folder": os.getcwd(),
+        "options": options,
+        "seed": seed or 0,
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
-    if seed:
-        os.environ["LOOPSCOPE_WATCH_SEED"] = str(seed)
+    os.environ |= {**variables(options, origin, started), "LOOPSCOPE_WATCH_ROOT": str(os.getpid())}
     sys.stdout.flush()
     sys.stderr.flush()
     return os.execvp(command[0], command)
+
+
+def variables(options: Mapping[str, Any], origin: Mapping[str, Any], started: str) -> dict[str, str]:
+    """Return the environment variables with which the processes of a command attach to their trainings.
+
+    Args:
+        options: the options of attach.
+        origin: what the records say about the command.
+        started: the file in which every process that has attached is noted.
+    """
+    paths = [str(SITE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "LOOPSCOPE_WATCH": json.dumps(options),
+        "LOOPSCOPE_WATCH_COMMAND": json.dumps(origin),
+        "LOOPSCOPE_WATCH_STARTED": started,
+        **({"LOOPSCOPE_WATCH_SEED": str(origin["seed"])} if origin["seed"] else {}),
+    }
 
 
 def _runs_alone(command: Sequence[str]) -> str:

@@ -67,6 +67,7 @@ def attach(
     length: int | None = None,
     log_every: int = 100,
     snapshot_every: int | None = None,
+    digest_every: int | None = None,
     seed: int = 0,
     audit: bool = False,
     check_every_call: bool = False,
@@ -119,6 +120,8 @@ def attach(
         length: the number of epochs or steps of the complete training, if known.
         log_every: steps between deliveries of step metrics.
         snapshot_every: epochs (default 1) or steps (default 1,000) between two SNAPSHOTs.
+        digest_every: steps between two digests of the training state in the record; 0 for none. By default every
+            SNAPSHOT, the last step, and the steps 1, 10 and 100 have one.
         seed: the seed of the hooks' random streams.
         audit: compare every byte of the training state before and after every call of a hook.
         check_every_call: check each call of loopscope's own hooks alone, not several together, so that an error names

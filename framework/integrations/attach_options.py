@@ -37,6 +37,8 @@ DisplayMode = Literal["brief", "normal", "verbose", "silent", "none"]
 StopOn = Literal["critical", "nonfinite"]
 PLAIN = frozenset({bool, int, str, Path, type(None)})
 """Types of options that are checked against their annotation."""
+FIRST_DIGESTS = (1, 10, 100)
+"""Early steps with a digest of the state, at which another training shows first; each costs little."""
 NO_BATCH = object()
 MISSING_PARTS = {
     "needs_experiment_loop": "train in an experiment of loopscope",
@@ -67,6 +69,7 @@ class AttachArguments(TypedDict, total=False):
     length: int | None
     log_every: int
     snapshot_every: int | None
+    digest_every: int | None
     seed: int
     audit: bool
     check_every_call: bool
@@ -102,6 +105,7 @@ class AttachOptions(RunSettings):
     length: int | None = None
     log_every: int = 100
     snapshot_every: int | None = None
+    digest_every: int | None = None
     seed: int = 0
     display: DisplayMode = "brief"
     stop_after: int | None = None
@@ -135,6 +139,8 @@ class AttachOptions(RunSettings):
         counts = {name: getattr(self, name) for name in ("log_every", "snapshot_every", "length", "stop_after")}
         for name, count in counts.items():
             require(count is None or count >= 1, f"{name} is {count!r}; it must be an integer of at least 1.")
+        every = self.digest_every
+        require(every is None or every >= 0, f"digest_every is {every!r}; it must be a number of steps, or 0 for none.")
         check_function("loss", self.loss, ("model", "batch"))
         check_function("evaluate", self.evaluate, ("model",))
         is_mapping = isinstance(self.also, Mapping)
@@ -149,6 +155,11 @@ class AttachOptions(RunSettings):
     def is_due(self, count: int) -> bool:
         """Return whether SNAPSHOT fires after ``count`` epochs (step loop: steps); it always does at a known end."""
         return count % self.snapshot_interval == 0 or count == self.length
+
+    def is_digest_due(self, step: int) -> bool:
+        """Return whether a digest of the state follows a step; without an interval, SNAPSHOT has further ones."""
+        every = self.digest_every
+        return step in FIRST_DIGESTS if every is None else bool(every) and step % every == 0
 
     def lacks(self, **more: str) -> dict[str, str]:
         """Return the parts that the loop lacks with these options, by the need of a hook, with advice."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..checkpoints import state_for_rank
+from ..checkpoints import DigestLog, state_for_rank
 from ..combined_optimizers import separate_optimizers, single_scheduler
 from ..console import RunConsole, make_console
 from ..data import Batch, MicroBatches
@@ -76,6 +76,8 @@ Ending = Callable[[str, BaseException | None], None]
 """Ends a run with a status, and the error that has ended it, if any."""
 STOPPED = 3
 """The exit status of a program that ``stop_on`` has ended."""
+UNSEEDED = ("generators/python", "generators/numpy")
+"""Entries without a digest: many scripts neither seed nor use these generators, and draws show in batch and weights."""
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
 """Optimizers with an attached loop."""
 END_OF_PROCESS: list[Callable[[], tuple[str, BaseException | None]]] = []
@@ -146,6 +148,10 @@ class AttachedLoop:
         self._has_noticed_draws = self._has_noticed_unnamed = False
         self._inner_results: list[Any] | None = None
         """The results of evaluations within the one in progress, if any."""
+        self._digests: DigestLog | None = None
+        self._digested = -1, -1  # the epoch and the step of the newest digest
+        self.origin: Mapping[str, Any] = {}
+        """How ``loopscope watch`` has started this training, as a part of the record's provenance."""
         self.settings: Mapping[str, Any] = {}
         """Further settings for the record, such as the arguments of a Trainer."""
         self._accumulate = 1
@@ -425,6 +431,7 @@ class AttachedLoop:
             if self._stored is not None:
                 self.manager.disable_dropped_hooks()
             ranks.call_on_all(self._start_record)
+            self._start_digests()
 
     def _check_first_batch(self, first: Batch | None) -> None:
         if first is not None:
@@ -434,6 +441,14 @@ class AttachedLoop:
         if not self._continues_record:
             self.run.claim(self.options.reference)
         self.run.start_sinks()
+
+    def _start_digests(self) -> None:
+        """Prepare the digests of a run that is recorded; all ranks compute them, also those without sinks."""
+        is_recorded = any(sink.keeps for sink in self.options.create_sinks())
+        if self.options.digest_every != 0 and self._ranks.agree(is_recorded):
+            self._digests = DigestLog(self.run.folder.path, self.manager, left_out=UNSEEDED)
+            if self._continues_record:
+                self._digests.keep_until(self.manager.state.loop.step)
 
     def _record(self, first: Batch | None) -> RunRecord:
         options = self.options
@@ -450,7 +465,7 @@ class AttachedLoop:
                 "name": name_without_seed(self._folder_choice.named_after, seed),
                 **({"also": {name: type(module).__qualname__ for name, module in also.items()}} if also else {}),
             },
-            "provenance": read_provenance() if self._ranks.is_main else {},
+            "provenance": {**read_provenance(), **self.origin} if self._ranks.is_main else {},
         }
         return RunRecord.planned(self._hooks, options.on_hook_error, options.audit_hooks, options.reference, **fields)
 
@@ -470,6 +485,8 @@ class AttachedLoop:
         driver, options = self.driver, self.options
         step, in_steps = driver.loop.step, options.loop == "step"
         self._progress.step(driver.loop)
+        if options.is_digest_due(step):
+            self._write_digest()
         if in_steps and options.is_due(step):
             self._end_interval()
         elif step % options.log_every == 0:
@@ -506,9 +523,24 @@ class AttachedLoop:
 
     def _end_interval(self) -> None:
         """End an interval of the step loop, with SNAPSHOT."""
+        if self.options.digest_every is None:
+            self._write_digest()
         self.driver.end_interval()
         self.driver.snapshot()
         self.driver.begin_interval()
+
+    def _write_digest(self) -> None:
+        """Write the digest of the state at this moment, unless it has been written."""
+        loop = self.driver.loop
+        moment = loop.epoch, loop.step
+        if self._digests is None or moment == self._digested:
+            return
+        self._digested = moment
+        try:
+            self._digests.write(loop)
+        except Exception as error:  # an unusual state must not end the training
+            self._digests = None
+            warn(f"The state has no digest: {with_lines(error)}. The run continues without digests.")
 
     def end_training(self) -> None:
         """Fire SNAPSHOT after the last step, unless it has just been fired there; further calls do nothing."""
@@ -516,6 +548,8 @@ class AttachedLoop:
         if self._has_ended_training:
             return
         self._has_ended_training = True
+        if loop.step:
+            self._write_digest()
         if options.loop == "step" and loop.step and not options.is_due(loop.step):
             self._end_interval()
         elif options.loop == "epoch" and loop.epoch and not options.is_due(loop.epoch):
@@ -534,9 +568,12 @@ class AttachedLoop:
             driver.record_evaluation(numbers)
         self._progress.report_evaluation(loop)
         driver.end_epoch()
-        if self.options.loop == "epoch" and self.options.is_due(loop.epoch + 1):
+        is_due = self.options.loop == "epoch" and self.options.is_due(loop.epoch + 1)
+        if is_due:
             driver.snapshot()
         loop.epoch += 1
+        if is_due and self.options.digest_every is None:
+            self._write_digest()
         self.manager.raise_failures()
 
     @property

@@ -84,6 +84,10 @@ class AttachedScope(JupyterMixin):
         """The number of steps so far."""
         return self._attached.driver.loop.step
 
+    def note_origin(self, origin: Mapping[str, Any]) -> None:
+        """Add how the training was started to the provenance in its record, before the first step."""
+        self._attached.origin = origin
+
     def is_of(self, attached: AttachedLoop) -> bool:
         """Return whether a loop is the one of this scope."""
         return attached is self._attached

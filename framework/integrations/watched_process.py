@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import with_lines
+from ..hooks import StepSchedule
 from ..isolation import VISITS
 from ..observing import modules_over, referred_by_callers
 from ..preserved_streams import preserved_streams
@@ -40,7 +41,10 @@ from .waiting_optimizers import WaitingOptimizers
 OPTIONS = "LOOPSCOPE_WATCH"
 """The environment variable with the options of ``loopscope watch``, as JSON."""
 COMMAND = "LOOPSCOPE_WATCH_COMMAND"
-"""The environment variable with the words of the command, as JSON."""
+"""The environment variable with the command, its folder and its options, as JSON; the records have them."""
+AGAIN = "LOOPSCOPE_WATCH_AGAIN"
+"""The environment variable of a command that is run again, as JSON: the number of the training that is repeated, the
+options of its attach, and the file for the reason if that is refused."""
 STARTED = "LOOPSCOPE_WATCH_STARTED"
 """The environment variable with the file to which every process that has attached writes."""
 ALTERNATING = 10
@@ -53,6 +57,8 @@ class WatchedProcess:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
         self._waiting = WaitingOptimizers()
+        self._origin: dict[str, Any] = json.loads(os.environ[COMMAND])
+        self._again: dict[str, Any] = json.loads(os.environ.get(AGAIN, "{}"))
         self._created: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()
         """The number of trainings that had begun when an optimizer was created; infinite for one that continues."""
         self._rivals: WeakSet[Optimizer] = WeakSet()
@@ -217,6 +223,7 @@ class WatchedProcess:
             with preserved_streams():
                 scope = attach(target, optimizers, **self._arguments())
         except Exception as error:
+            self._end_refused(error)
             sys.stderr.write(f"loopscope watch: {error} This training continues without loopscope.\n")
             return None
         assert isinstance(scope, Scope)
@@ -259,17 +266,40 @@ class WatchedProcess:
         if getattr(trainer, "_loopscope_is_watched", False):
             return
         trainer._loopscope_is_watched = True
-        with preserved_streams():
-            self._began(attach(trainer, **self._arguments(), isolate_evaluation=False))
+        try:
+            with preserved_streams():
+                self._began(attach(trainer, **self._arguments(), isolate_evaluation=False))
+        except Exception as error:
+            self._end_refused(error)
+            raise
 
     def _arguments(self) -> dict[str, Any]:
         """Return the options of attach, with the command for the record; further trainings have numbered folders."""
-        command = json.loads(os.environ.get(COMMAND, "[]"))
-        options = {**self._options, "config": {"command": shlex.join(command)}}
+        options = {**self._options, "config": {"command": shlex.join(self._origin["command"])}}
+        if self._is_repeated:
+            options |= self._again["options"]
+            schedules = options["schedules"].items()
+            return options | {
+                "schedules": {
+                    name: StepSchedule(**fields | {"also": tuple(fields["also"])}) for name, fields in schedules
+                }
+            }
         out = options.get("out")
         return options if out is None or not self._begun else {**options, "out": str(Path(f"{out}-{self._begun + 1}"))}
 
+    @property
+    def _is_repeated(self) -> bool:
+        """Whether the next training is the one for whose sake the command is run again."""
+        return self._again.get("training") == self._begun + 1
+
+    def _end_refused(self, error: Exception) -> None:
+        """End a command that is run again for the sake of a training to which loopscope cannot attach."""
+        if self._is_repeated:
+            Path(self._again["refusal"]).write_text(str(error), "utf-8")
+            raise SystemExit(2) from error
+
     def _began(self, scope: AttachedScope, created: float = 0) -> None:
+        scope.note_origin({"watch": self._origin | {"training": self._begun + 1}})
         self._scopes[scope] = (created if created == inf else self._begun), get_ident()
         self._begun += 1
         if STARTED in os.environ:

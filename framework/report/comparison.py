@@ -23,7 +23,7 @@ COMPARED: dict[str, Collection[str]] = {
     "treatments": (),
     "versions": (),
     "environment": {"command"},
-    "provenance": {"script", "started"},
+    "provenance": {"script", "started", "watch"},
 }
 
 BEST = "best "

@@ -2,7 +2,7 @@
 
 from ..errors import require
 from .checks import check_device
-from .provenance import read_provenance
+from .provenance import read_provenance, script_digest
 from .config import (
     ExperimentConfig, RunFlags, RunOptions, RunSettings, allowed_words, describe_type, field_names, fits, union_members,
 )
@@ -13,6 +13,7 @@ from .records import (
 )
 from .reference import load_reference
 from .replay import Record, RecordSink, ReplaySink, forward_emits, record_of
+from .resume import refuse_another_run
 from .run_folder import ATTACHED_RUNS, EXPLANATION, REWINDS, RunFolder
 from .runner import ExperimentRunner, OptionsByHook
 from .run import Display, Run, attempt, create_manager
@@ -20,15 +21,16 @@ from .run_history import history_without_metrics, read_alerts, read_history, rea
 from .task_building import build_run
 from .session import Session, StrategyPlan
 from .summaries import status_of_script
-from .validation import DivergedError, StepRange
+from .validation import DivergedError, StepRange, divergence_error
 
 __all__ = [
-    "ALL", "ATTACHED", "ATTACHED_RUNS", "CONFIG", "EXPLANATION", "INCOMPLETE", "READ", "REWINDS", "SETTINGS",
-    "SUMMARY", "TRAINED", "Completed", "Display", "DivergedError", "ExperimentConfig", "ExperimentRunner",
-    "FailedSink", "OptionsByHook", "Record", "RecordSink", "ReplaySink", "Run", "RunFlags", "RunFolder", "RunOptions",
-    "RunRecord", "RunSettings", "Session", "StepRange", "StrategyPlan", "allowed_words", "attempt", "build_run",
-    "changed_files", "changes_text", "check_device", "checked_fields", "create_manager", "describe_type",
-    "differences", "environment", "field_names", "fits", "forward_emits", "history_without_metrics", "load_reference",
-    "read_alerts", "read_history", "read_initial", "read_outcome", "read_provenance", "read_status", "read_step_times",
-    "record_of", "require", "run_folders", "status_of_script", "union_members", "versions", "warn_of_changes",
+    "ALL", "ATTACHED", "ATTACHED_RUNS", "CONFIG", "EXPLANATION", "INCOMPLETE", "READ", "REWINDS", "SETTINGS", "SUMMARY",
+    "TRAINED", "Completed", "Display", "DivergedError", "ExperimentConfig", "ExperimentRunner", "FailedSink",
+    "OptionsByHook", "Record", "RecordSink", "ReplaySink", "Run", "RunFlags", "RunFolder", "RunOptions", "RunRecord",
+    "RunSettings", "Session", "StepRange", "StrategyPlan", "allowed_words", "attempt", "build_run", "changed_files",
+    "changes_text", "check_device", "checked_fields", "create_manager", "describe_type", "differences",
+    "divergence_error", "environment", "field_names", "fits", "forward_emits", "history_without_metrics",
+    "load_reference", "read_alerts", "read_history", "read_initial", "read_outcome", "read_provenance", "read_status",
+    "read_step_times", "record_of", "refuse_another_run", "require", "run_folders", "script_digest", "status_of_script",
+    "union_members", "versions", "warn_of_changes",
 ]

@@ -9,18 +9,29 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 PATIENCE = 5.0
 """Seconds after which git is given up, for example on a slow network disk."""
 
 
 def read_provenance() -> dict[str, Any]:
-    """Return the script, its start time in UTC, and the commit of the repository that contains it, if there is one."""
+    """Return the script and its digest, its start time in UTC, and the commit of its repository, if there is one."""
     script = _script()
     return {
         "script": None if script is None else str(script),
+        "script_xxh3_128": None if script is None else script_digest(script),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **git_state(),
     }
+
+
+def script_digest(script: Path) -> str | None:
+    """Return the digest of a script's text, or ``None`` if it cannot be read."""
+    try:
+        return xxhash.xxh3_128_hexdigest(script.read_bytes())
+    except OSError:
+        return None
 
 
 @cache

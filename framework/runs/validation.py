@@ -114,16 +114,20 @@ class Validation:
         """Raise :class:`DivergedError` if any rank has names of differing entries."""
         ranks = self.manager.task.ranks
         if all_names := [*dict.fromkeys(chain.from_iterable(ranks.gather([*names])))]:
-            hooks = [", ".join(sorted(run.hooks)) or "none" for run in (self.earlier.record, self.now)]
-            surroundings_changes = differences(self.earlier.record.surroundings, self.now.surroundings, {"command"})
-            changes = [f"{name}: {old} then, {new} now" for name, old, new in surroundings_changes]
-            error = DivergedError(
-                f"This run diverges from the one in {where} {Divergence(loop.epoch, loop.step, all_names)}. Its "
-                f"hooks: {hooks[1]}; those of the first run: {hooks[0]}."
-                + (f" Its environment differs: {listed(changes, 5)}." if changes else "")
-            )
-            error.in_other_environment = bool(changes)
-            raise error
+            raise divergence_error(where, self.earlier.record, self.now, Divergence(loop.epoch, loop.step, all_names))
+
+
+def divergence_error(where: Path, earlier: RunRecord, now: RunRecord, divergence: Divergence) -> DivergedError:
+    """Return the error about a run that diverges from the one in ``where``, with the changes of its environment."""
+    hooks = [", ".join(sorted(run.hooks)) or "none" for run in (earlier, now)]
+    surroundings_changes = differences(earlier.surroundings, now.surroundings, {"command"})
+    changes = [f"{name}: {old} then, {new} now" for name, old, new in surroundings_changes]
+    error = DivergedError(
+        f"This run diverges from the one in {where} {divergence}. Its hooks: {hooks[1]}; those of the first run: "
+        f"{hooks[0]}." + (f" Its environment differs: {listed(changes, 5)}." if changes else "")
+    )
+    error.in_other_environment = bool(changes)
+    return error
 
 
 def validate(training: StrategyTraining, earlier: EarlierRun) -> Sequence[int]:

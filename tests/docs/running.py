@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ import pytest
 import yaml
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
-from loopscope.cli.options import config_of, parse_run, run_options
+from loopscope.cli.options import config_of, parse_run, run_options, without_dots
+from loopscope.cli.rewind import rewind_parser
+from loopscope.cli.verify import verify_parser
 from loopscope.cli.watch import watch_parser
 from loopscope.hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from loopscope.lowbit.casts import FormatRegistry, RuleRegistry
@@ -23,6 +25,7 @@ from loopscope.lowbit.casts import FormatRegistry, RuleRegistry
 from tests.docs.markdown import ROOT, Block, blocks
 
 FILLED = (experiments, sinks, training_hooks)
+REPEATING = {"rewind": rewind_parser, "verify": verify_parser}
 REGISTRIES = (ExperimentRegistry, HookRegistry, SinkRegistry, FormatRegistry, RuleRegistry)
 SMALL = {
     "mod_arithmetic": "--p 11 --train-size 60 --test-size 40 --batch-size 16 --embed-dim 8 --num-heads 2 --layers 1"
@@ -62,6 +65,18 @@ def status_of(command: Callable[[], Any]) -> int:
         return int(error.code or 0)
 
 
+def is_of_watched_runs(words: Sequence[str]) -> bool:
+    """Return whether a command watches a training, which replaces this process, or repeats a watched one."""
+    return words[0] == "watch" or (words[0] in REPEATING and words[1].startswith("loopscope-runs/"))
+
+
+def parse_of_watched_runs(words: Sequence[str]) -> int:
+    """Parse such a command, and return its status."""
+    if words[0] == "watch":
+        return int(not watch_parser().parse_args(words[1:]).command)
+    return int(not REPEATING[words[0]]().parse(without_dots(words[1:])))
+
+
 def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run a command of a console block and return its exit status, with registered experiments made small.
 
@@ -74,8 +89,8 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
             options = parse_run(ExperimentRegistry.get(after[0]), after[1:])
             config_of(ExperimentRegistry.get(after[0]), options), run_options(options)
         words += SMALL[after[0]].split()
-    if program == "loopscope" and words[0] == "watch":  # replaces the process; tests/framework/observing runs it
-        return int(not watch_parser().parse_args(words[1:]).command)
+    if program == "loopscope" and is_of_watched_runs(words):  # tests/framework/observing runs them
+        return parse_of_watched_runs(words)
     if program == "loopscope":
         return status_of(lambda: main(words))
     if program == "python" and words[:2] == ["-m", "pytest"]:

@@ -53,7 +53,7 @@ def assert_equal_without_loopscope(name: str, model: str, folder: Path) -> set[s
     run_folder = names["scope"].folder
     assert json.loads((run_folder / "summary.json").read_text())["status"] == "completed"
     assert (run_folder / "alerts.jsonl").read_text() == ""
-    (record,) = [path for path in run_folder.glob("*.jsonl") if path.name != "alerts.jsonl"]
+    (record,) = [path for path in run_folder.glob("*.jsonl") if path.name not in ("alerts.jsonl", "digests.jsonl")]
     return {metric for line in record.read_text().splitlines() for metric in json.loads(line)}
 
 

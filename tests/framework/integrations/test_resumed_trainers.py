@@ -29,7 +29,7 @@ def position_spy() -> SpyHook:
 def positions(folder: Path) -> dict[int, Any]:
     """Return the epoch and the index of each step, by number."""
     found: dict[int, Any] = {}
-    (record,) = (path for path in folder.glob("*.jsonl") if path.name != "alerts.jsonl")
+    (record,) = (path for path in folder.glob("*.jsonl") if path.name not in ("alerts.jsonl", "digests.jsonl"))
     for line in record.read_text().splitlines():
         row = json.loads(line)
         values = {name: row.get(f"spy/{name}") for name in ("epoch", "index")}
@@ -95,7 +95,7 @@ def test_training_without_a_step_left_completes_its_record(tmp_path: Path) -> No
     made = trainer(tmp_path, **options)
     scope = attached(made, [position_spy()])
     made.train()
-    (record,) = (path for path in scope.folder.glob("*.jsonl") if path.name != "alerts.jsonl")
+    (record,) = (path for path in scope.folder.glob("*.jsonl") if path.name not in ("alerts.jsonl", "digests.jsonl"))
     expected = record.read_bytes()
     (scope.folder / "summary.json").unlink()
     made = trainer(tmp_path, **options)

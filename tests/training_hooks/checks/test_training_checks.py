@@ -80,7 +80,7 @@ def run(
 def read(folder: Path) -> dict[int, Metrics]:
     """Return the metrics of the hook in a record, by step."""
     found: dict[int, Metrics] = {}
-    (file,) = (path for path in folder.glob("*.jsonl") if path.name != "alerts.jsonl")
+    (file,) = (path for path in folder.glob("*.jsonl") if path.name not in ("alerts.jsonl", "digests.jsonl"))
     for line in file.read_text("utf-8").splitlines():
         series = {name: value for name, value in json.loads(line).items() if name.startswith("training_checks/")}
         for name, values in series.items():
