@@ -256,7 +256,19 @@ class LightningLoop(Transient):
             self._attached.driver.after_update(skipped=self._stage != "updating")
             self._forget_step()
             self._index += 1
+            self._report_logged(trainer)
             self._attached.after_step()
+
+    def _report_logged(self, trainer: Any) -> None:
+        """Record what the module has logged of a step, at the steps whose numbers Lightning gives to its loggers.
+
+        Averages over an epoch are left out: after a resume within it Lightning averages only the rest of the epoch.
+        They are read before callbacks write checkpoints, so that the record of a resumed fit has them too.
+        """
+        # Private: the counter of Lightning's own rule (without its extra log at a stop), and the values of the step.
+        step, every = trainer.fit_loop.epoch_loop._batches_that_stepped + 1, trainer.log_every_n_steps
+        if every and step % every == 0 and trainer._results is not None:
+            self._attached.report_numbers(trainer._results.metrics(on_step=True)["log"], evaluates=False)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         """End the epoch, after its validation."""

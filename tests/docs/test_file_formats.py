@@ -79,7 +79,8 @@ def test_files_of_an_experiment_fit_the_schemas(run: Path) -> None:
 
 
 def test_files_of_an_attached_run_fit_the_schemas(attached: Path) -> None:
-    check_files(attached, {"experiment_config.json", "summary.json", "files.json", "STRATEGY.jsonl", "alerts.jsonl"})
+    names = {"experiment_config.json", "summary.json", "files.json", "STRATEGY.jsonl", "alerts.jsonl", "digests.jsonl"}
+    check_files(attached, names)
     assert len([*lines_of(attached / "alerts.jsonl")]) > 0
 
 

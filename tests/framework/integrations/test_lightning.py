@@ -181,12 +181,37 @@ def test_resumed_fit_has_the_same_record(at_the_end_of, tmp_path):
             torch.manual_seed(batch_idx)  # Lightning does not store the generators
 
     early = {"save_on_train_epoch_end": at_the_end_of == "epoch", "save_top_k": -1}
-    saver, rest = ModelCheckpoint(tmp_path / "kept", "{epoch}", **early), {"module": Calm, "validate": True}
+    saver = ModelCheckpoint(tmp_path / "kept", "{epoch}", **early)
+    rest = {"module": Calm, "validate": True, "log_every_n_steps": 2}
     whole, scope, _ = fit(tmp_path, OBSERVERS, **rest, shuffle=False, callbacks=[saver], enable_checkpointing=True)
     shutil.copytree(scope.folder, tmp_path / "again" / "run")
     later, again, _ = fit(tmp_path / "again", OBSERVERS, **rest, shuffle=False, ckpt=tmp_path / "kept" / "epoch=0.ckpt")
     assert (again.folder / "run.jsonl").read_bytes() == (scope.folder / "run.jsonl").read_bytes()
     assert [row[0] for row in later] == [row[0] for row in whole[5:]]
+
+
+@pytest.mark.trainer
+def test_fit_resumed_within_an_epoch_has_logged_numbers(tmp_path):
+    """The numbers of steps are those that Lightning logs, also at the step of the checkpoint."""
+
+    losses = []
+
+    class Noting(Classifier):
+        def on_before_backward(self, loss):
+            losses.append(loss.item())
+
+    def logged(folder, **options):
+        losses.clear()
+        _, scope, _ = fit(folder, ["norms"], module=Noting, log_every_n_steps=2, **options)
+        return scope.folder, read_run(scope.folder).frame("reported/*")["reported/loss_step"].to_dict()
+
+    saver = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=2, save_top_k=-1)
+    folder, whole = logged(tmp_path, callbacks=[saver], enable_checkpointing=True)
+    assert whole == {step: losses[step - 1] for step in (2, 4, 6, 8, 10)}
+    shutil.copytree(folder, tmp_path / "again" / "run")
+    _, resumed = logged(tmp_path / "again", ckpt=tmp_path / "kept" / "step=2.ckpt")
+    # The rows of its steps are others, since Lightning starts the data of the epoch again.
+    assert resumed == {2: whole[2]} | {step: losses[step - 3] for step in (4, 6, 8, 10)}
 
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError, "failed"), (KeyboardInterrupt, "interrupted")])
