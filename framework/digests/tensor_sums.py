@@ -127,7 +127,7 @@ def _projected(blocks: Tensor) -> Tensor:
             # This sum prefetches at full memory bandwidth, which the product does not reach: a fifth less time.
             blocks.view(torch.int64).sum()
         return torch._int_mm(blocks, projection)[:count]
-    # In this way, a digest takes 13 times as long as reading the bytes (docs/decisions/0025).
+    # In this way, a digest takes 13 times as long as reading the bytes (2026).
     # float32 is exact, since BLOCK * 128 * 128 = 2**24; autocast would compute in a shorter dtype.
     with torch.autocast(device, enabled=False):
         wide = projection.float()

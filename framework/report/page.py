@@ -315,6 +315,11 @@ def step_time_table(runs: Sequence[ShownRun]) -> str:
 
 
 def packed(content: str) -> str:
-    """Compress a text into base64, which needs no escaping in HTML."""
+    """Compress a text into base64, which the browser's ``DecompressionStream`` unpacks (all browsers since 2023).
+
+    plotly's script of 4.8 MB becomes 2.0 MB, so that 6 MB of a page remain for data; its smaller bundles are not in its
+    Python package. Base64 has no character with a meaning in HTML, so no metric name, ``</script>`` included, can close
+    the element that contains it.
+    """
     # mtime=0: otherwise the result would contain the time.
     return base64.b64encode(gzip.compress(content.encode(), 6, mtime=0)).decode()

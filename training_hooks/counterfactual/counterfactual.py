@@ -53,8 +53,8 @@ def ordering_split(gram: Tensor) -> dict[str, Tensor]:
     effect, g, c₁…c_K are exchangeable, both terms of the excess have the same distribution, and its expectation is
     exactly zero for any noise. ``ordering_fraction`` uses all K shuffles. If the order has no effect, it is below the
     null (0.875 instead of 0.9 for a noise energy of 3 times the signal's and K = 3), so it is not a term of the excess.
-    A negative cosine counts as 0 in every term: an epoch against its content is all ordering, and clamping only one
-    term would bias the excess.
+    Comparing the null with one more shuffle instead would cost one more epoch each time. A negative cosine counts as 0
+    in every term: an epoch against its content is all ordering, and clamping only one term would bias the excess.
     """
     count = len(gram) - 1
     shuffles = range(1, count + 1)

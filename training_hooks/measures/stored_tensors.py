@@ -1,4 +1,9 @@
-"""Tensors in a temporary file, for copies that are large and rarely read."""
+"""Tensors in a temporary file, for copies that are large and rarely read.
+
+A hook that compares the weights with those of its start or of its last report keeps copies as large as the model.
+Copies in bfloat16 would falsify small distances, and views into a checkpoint would need one at the start of every run.
+Parameters on a device stay there: a copy to the host would make every report wait for the device.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
