@@ -117,7 +117,7 @@ docs: $(STAMP)
 site: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# The pictures of the README; needs Chromium with its driver.
+# The pictures of the page and of the live screen; needs Chromium with its driver.
 pictures: $(STAMP)
 	$(BIN)/python -m docs.make_pictures
 

@@ -1,4 +1,4 @@
-"""Pictures of the README: the live screen as SVG, and the page of `make run` in a browser; run by `make pictures`.
+"""Pictures of the live screen as SVG, and of the page of `make run` in a browser; run by `make pictures`.
 
 With the folder of finished runs of `make run` as argument, only the picture of the page is taken.
 """
