@@ -81,8 +81,8 @@ class AttachedScope(JupyterMixin):
 
     @property
     def steps(self) -> int:
-        """The number of steps so far."""
-        return self._attached.driver.loop.step
+        """The number of steps so far, without the open one."""
+        return self._attached.driver.loop.step - self._attached.is_in_step()
 
     def note_origin(self, origin: Mapping[str, Any]) -> None:
         """Add how the training was started to the provenance in its record, before the first step."""

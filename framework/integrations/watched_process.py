@@ -144,6 +144,11 @@ class WatchedProcess:
     def _begin_before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         if optimizer in self._rivals:
             self._rivals.discard(optimizer)
+            if has_closure and not self._has_new_gradients(optimizer):
+                # The open step is the last one of the other optimizer, with the same passes.
+                for scope in self._scopes:
+                    if isinstance(scope, Scope) and any(item is optimizer for item in scope.optimizers):
+                        scope.drop_step()
             self._end_replaced_by(optimizer)
         if optimizer not in self._waiting or self._waiting.is_delayed(optimizer):
             return
@@ -227,8 +232,10 @@ class WatchedProcess:
             sys.stderr.write(f"loopscope watch: {error} This training continues without loopscope.\n")
             return None
         assert isinstance(scope, Scope)
-        if any(self._sharing(item) for item in optimizers):
-            self._rivals.update(optimizers)
+        sharing = [one for item in optimizers for one in self._sharing(item)]
+        if sharing:
+            unused = [item for one in sharing if not one.steps for item in one.optimizers]
+            self._rivals.update([*optimizers, *unused])
         self._began(scope, max(created))
         scope.isolate_failures()
         return scope

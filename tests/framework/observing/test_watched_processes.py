@@ -38,6 +38,15 @@ class Watched:
         records = sorted(self._folder.glob("*/summary.json"), key=lambda path: (len(path.parent.name), path))
         return [json.loads(path.read_text())["steps"] for path in records]
 
+    def losses(self) -> list[list[float]]:
+        """Return the losses of the steps of every record."""
+        found = []
+        for path in self._folder.glob("*/run*.jsonl"):
+            lines = map(json.loads, path.read_text().splitlines())
+            series = [line["training_metrics/loss"]["values"] for line in lines if "training_metrics/loss" in line]
+            found.append([value for values in series for value in values])
+        return found
+
 
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
@@ -58,8 +67,8 @@ def loss_of(model: nn.Module) -> torch.Tensor:
     return mse_loss(model(inputs), inputs[:, :1])
 
 
-def step(model: nn.Module, optimizer: Any) -> None:
-    """Train for one step, with a closure if the optimizer needs one."""
+def step(model: nn.Module, optimizer: Any) -> float:
+    """Train for one step, with a closure if the optimizer needs one; return the loss."""
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -68,10 +77,10 @@ def step(model: nn.Module, optimizer: Any) -> None:
         return loss
 
     if isinstance(optimizer, torch.optim.LBFGS):
-        optimizer.step(closure)
-        return
-    closure()
+        return float(optimizer.step(closure).detach())
+    loss = closure()
     optimizer.step()
+    return loss.item()
 
 
 @pytest.mark.longer
@@ -86,9 +95,10 @@ def test_next_optimizer_has_the_next_record(watched: Watched, second: Any, creat
     for _ in range(12):
         step(model, first)
     following = following or watched.new(second, model)
-    for _ in range(3):
-        step(model, following)
+    losses = [step(model, following) for _ in range(3)]
     assert sorted(watched.steps()) == [3, 12]
+    if second is torch.optim.LBFGS:  # with a closure, also its first step is observed
+        assert losses in watched.losses()
 
 
 def test_alternating_optimizers_keep_their_records(watched: Watched) -> None:
