@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Mapping
 from math import inf
 from multiprocessing.util import Finalize
@@ -92,6 +93,8 @@ class WatchedProcess:
         """Notice the passes of all modules and the steps of all optimizers while a training may begin with one."""
         with VISITS:
             if self._waiting.wait_for_passes and not self._pass_handles:
+                # torch warns of such hooks at every call of a compiled module, and knows of no other effect here.
+                warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
                 self._pass_handles = [register_module_forward_pre_hook(self._on_pass)]
             if self._waiting.wait_for_steps and not self._step_handles:
                 self._step_handles = [

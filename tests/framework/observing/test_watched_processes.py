@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class Watched:
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     """Return a watched process, whose hooks are removed after the test."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("LOOPSCOPE_WATCH_COMMAND", json.dumps({"command": ["python", "train.py"]}))
     monkeypatch.setattr(attached_loop, "END_OF_PROCESS", [])
     monkeypatch.setattr("loopscope.integrations.watched_process.END_OF_PROCESS", [])
     found = Watched(tmp_path)
@@ -186,3 +188,19 @@ def test_first_compiled_step_is_counted(watched: Watched) -> None:
     for _ in range(4):
         compiled()
     assert watched.steps() == [4]
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiled_model_leaves_no_warning_of_hooks(watched: Watched) -> None:
+    """torch warns of hooks of all modules, which the script does not have."""
+    model = torch.compile(nn.Linear(4, 1), backend="eager")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        optimizer = watched.new(torch.optim.SGD, model)
+        with torch.no_grad():
+            model(torch.ones(8, 4))
+        for _ in range(3):
+            step(model, optimizer)
+    assert [str(item.message) for item in found if "global hooks" in str(item.message)] == []
+    assert watched.steps() == [3]
