@@ -104,7 +104,8 @@ class DigestLog:
         digests = [digest for digest in read_digests(self._path.parent).values() if digest.step <= step]
         with translated_disk_errors(self._path):
             self._path.write_text("".join(f"{json.dumps(digest._asdict())}\n" for digest in digests))
-        self._link = digests[-1].link if digests else ""
+        if digests:
+            self._link, self._since = digests[-1].link, digests[-1].step
 
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         """Write a line if one is due."""

@@ -113,7 +113,7 @@ def without_command(record: dict[str, Any]) -> None:
 
 
 def with_other_script(record: dict[str, Any]) -> None:
-    record["provenance"]["script_xxh3_128"] = "0" * 32
+    record["provenance"] |= {"script": __file__, "script_xxh3_128": "0" * 32}
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def run(explanation: Explanation, tmp_path: Path) -> Path:
 
 
 def section(page: ReadPage) -> str:
-    return page.text.partition("Rewinds of")[2].partition("Environment of any run")[0]
+    return page.text.partition("Rewinds of")[2].partition("Time of a step")[0].partition("Environment of any run")[0]
 
 
 @pytest.mark.slow
