@@ -34,7 +34,9 @@ def _timed(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         here = get_ident()
         # Loaders of hooks and of evaluations are part of theirs.
         clocks = [clock for clock in _CLOCKS if clock.thread == here and clock.phase not in (HOOKS, EVALUATION)]
-        outer = [clock.enter(DATA) for clock in clocks]
+        outer = [clock.phase for clock in clocks]
+        for clock in clocks:
+            clock.enter(DATA)
         try:
             return function(iterator)
         finally:
