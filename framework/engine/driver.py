@@ -16,7 +16,7 @@ from ..hooks import EPOCH_END, STEP_POINTS, HookPoint
 from ..state import LoopState
 from ..state.parameter_groups import learning_rate_of
 from ..tensors import accumulate, joint_norm, local_shards, unsharded
-from ..training import BACKWARD, FORWARD, HOOKS, UPDATE, TrainingTask, step_clock
+from ..training import BACKWARD, END, FORWARD, HOOKS, MANY_EVENTS, UPDATE, TrainingTask
 from .backward_calls import BackwardCalls
 from .hook_set import HookSet
 from .manager import HookManager
@@ -34,7 +34,7 @@ class Driver:
     def __init__(self, task: TrainingTask, manager: HookManager) -> None:
         self.task, self.manager, self.loop = task, manager, manager.state.loop
         self._hooks, self._taps, self.clock = manager.hooks, manager.taps, manager.profiler.clock
-        self._mark = self.clock.mark
+        self._mark, self._now = self.clock.mark, self.clock.now
         self._recorder = GradientRecorder(task, manager.hooks)
         self._backward_calls = BackwardCalls(task, manager.hooks)
         self.backward_callback = self.before_backward if self._backward_calls.are_needed else None
@@ -74,8 +74,8 @@ class Driver:
 
     def begin_step(self, batch: Batch, index: int) -> None:
         """Start the step on the ``index``-th batch of the epoch, before zero_grad."""
-        self._mark((HOOKS, step_clock.perf_counter()))
-        if len(self.clock.events) > step_clock.MANY:
+        self._mark((HOOKS, self._now()))
+        if len(self.clock.events) > MANY_EVENTS:
             self.clock.add_up()
         loop = self.loop
         if loop.has_unreported_evaluation:
@@ -100,7 +100,7 @@ class Driver:
             self.manager.save_step_streams()
         scaler = self.task.scaler
         loop.loss_scale = None if scaler is None else scaler.get_scale()
-        self._mark((FORWARD, step_clock.perf_counter()))
+        self._mark((FORWARD, self._now()))
 
     def cancel_step(self) -> None:
         """Undo :meth:`begin_step` for a batch that the loop has dropped: its PRE_STEP leaves no trace."""
@@ -122,9 +122,9 @@ class Driver:
             is_scaled: the loss scaler has already multiplied the loss.
         """
         if self._backward_calls.are_needed:
-            self._mark((HOOKS, step_clock.perf_counter()))
+            self._mark((HOOKS, self._now()))
             self._backward_calls.call(self.loop, loss, divisor, is_scaled=is_scaled)
-        self._mark((BACKWARD, step_clock.perf_counter()))
+        self._mark((BACKWARD, self._now()))
 
     def drop_backward(self) -> None:
         """Undo :meth:`before_backward` for a pass that is not one of the step."""
@@ -132,7 +132,7 @@ class Driver:
 
     def after_backward(self, loss: Tensor | None, *, skipped: bool = False) -> None:
         """Record the detached ``loss``, if known, and fire POST_BACKWARD; gradients are complete and unscaled."""
-        self._mark((HOOKS, step_clock.perf_counter()))
+        self._mark((HOOKS, self._now()))
         loop = self.loop
         self._before_step = None
         if loss is not None:
@@ -145,14 +145,14 @@ class Driver:
             self._recorder.record(loop, skipped=skipped)
         if self._hooks.listeners.at[POST_BACKWARD] or not self._taps.is_idle:  # taps may need a separate pass
             self.manager.fire(POST_BACKWARD)
-        self._mark((UPDATE, step_clock.perf_counter()))
+        self._mark((UPDATE, self._now()))
 
     def before_update(self) -> None:
         """Fire PRE_UPDATE and record the learning rate of the step; not called for a skipped step."""
         if listeners := self._hooks.listeners.at[PRE_UPDATE]:
-            self._mark((HOOKS, step_clock.perf_counter()))
+            self._mark((HOOKS, self._now()))
             self.manager.call_hooks(PRE_UPDATE, listeners)
-        self._mark((UPDATE, step_clock.perf_counter()))
+        self._mark((UPDATE, self._now()))
         learning_rate = self.task.optimizer.param_groups[0].get("lr")
         if type(learning_rate) is float:
             self.loop.step_lr = learning_rate
@@ -167,12 +167,12 @@ class Driver:
 
     def after_update(self, *, skipped: bool = False) -> None:
         """End a step; its update was ``skipped`` if its gradients overflowed in float16."""
-        self._mark((HOOKS, step_clock.perf_counter()))
+        self._mark((HOOKS, self._now()))
         if skipped:
             self.loop.skipped_steps += 1
         elif listeners := self._hooks.listeners.at[POST_STEP]:
             self.manager.call_hooks(POST_STEP, listeners)
-        self._mark((step_clock.END, step_clock.perf_counter()))
+        self._mark((END, self._now()))
 
     def end_batches(self) -> None:
         """Clear the current batch: the loop is between steps from now on."""

@@ -10,7 +10,7 @@ from .parallel import (
 from .profiler import Profiler, peak_memory
 from .ranks import Ranks
 from .step_clock import (
-    BACKWARD, BETWEEN, DATA, EVALUATION, FORWARD, HOOKS, OTHER, PHASES, UPDATE, StepClock,
+    BACKWARD, BETWEEN, DATA, END, EVALUATION, FORWARD, HOOKS, MANY_EVENTS, OTHER, PHASES, UPDATE, StepClock,
 )
 from .train_step import (
     Precision, TrainingTask, advance_scheduler, borrowed_scaler, check_metric, forward_backward, is_skipped,
@@ -19,7 +19,8 @@ from .train_step import (
 from .user_functions import without_graph
 
 __all__ = [
-    "BACKWARD", "BETWEEN", "DATA", "EVALUATION", "FORWARD", "HOOKS", "METHODS", "OTHER", "PHASES", "UPDATE",
+    "BACKWARD", "BETWEEN", "DATA", "END", "EVALUATION", "FORWARD", "HOOKS", "MANY_EVENTS", "METHODS", "OTHER",
+    "PHASES", "UPDATE",
     "LossProbe", "Method", "ObservedPass", "Parallel", "Precision", "Profiler", "Ranks", "StepClock", "TrainingTask",
     "advance_scheduler", "borrowed_scaler", "check_metric", "compile_model", "eagerly", "forward_backward",
     "is_compiled", "is_main_process", "is_restarted", "is_skipped", "joined_process_group", "make_closure",

@@ -16,7 +16,7 @@ WARM_UP = 10
 
 END = len(PHASES)
 """The event at the end of a step, after which the loop is between two steps."""
-MANY = 4096
+MANY_EVENTS = 4096
 """Events after which they are added up."""
 
 
@@ -24,15 +24,15 @@ class StepClock:
     """Adds up the time of the phases that a loop enters.
 
     No device is synchronised: on an accelerator, a phase is the time in which the host starts its kernels, and waits.
-    An event of a step is :attr:`mark` with a phase and the time, which calls no function of Python.
+    An event of a step is :attr:`mark` with a phase and :attr:`now`, which calls no function of Python.
     """
 
-    __slots__ = ("_counted", "_device", "_seconds", "_steps", "events", "mark", "thread")
+    __slots__ = ("_counted", "_device", "_seconds", "_steps", "events", "mark", "now", "thread")
 
     def __init__(self) -> None:
         self.events: list[tuple[int, float]] = []
         """The phases that were entered, with the times, since :meth:`add_up`; the first one has begun before."""
-        self.mark = self.events.append
+        self.mark, self.now = self.events.append, perf_counter
         self.restart()
 
     def restart(self, device: str = "cpu") -> None:
@@ -41,7 +41,7 @@ class StepClock:
         self._seconds = [0.0] * len(PHASES)
         self._counted = self._seconds  # up to the end of the newest step, since anything may follow the last one
         self._steps, self.thread = 0, get_ident()
-        self.events[:] = [(BETWEEN, perf_counter())]
+        self.events[:] = [(BETWEEN, self.now())]
 
     @property
     def phase(self) -> int:
@@ -51,7 +51,7 @@ class StepClock:
 
     def enter(self, phase: int) -> None:
         """End the phase in progress."""
-        self.mark((phase, perf_counter()))
+        self.mark((phase, self.now()))
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
