@@ -1,7 +1,8 @@
 """Registries of classes by unique name, with discovery through the entry points of installed packages."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
@@ -18,11 +19,18 @@ class Registry(Generic[Entry]):
     """Classes by their unique ``name``."""
 
     def __init__(
-        self, kind: str, entry_point_group: str, check: Callable[[Entry], None], base: type[Any] | None = None
+        self,
+        kind: str,
+        entry_point_group: str,
+        check: Callable[[Entry], None],
+        base: type[Any] | None = None,
+        on_demand: Mapping[str, str] = {},
     ) -> None:
         self._kind = kind
         self._group = entry_point_group
         self._check = check
+        self._on_demand = on_demand
+        """Modules by the name of an entry that only :meth:`get` finds, and that their import registers."""
         self.base = base  # errors point out unregistered subclasses of it
         self._entries: dict[str, Entry] = {}
         self._broken: dict[str, str] = {}
@@ -74,6 +82,8 @@ class Registry(Generic[Entry]):
     def get(self, name: str, *, keywords: Sequence[str] = ()) -> Entry:
         """Return the class called ``name``; raises :class:`UsageError` with the nearest name or keyword."""
         self.discover()
+        if name in self._on_demand:
+            import_module(self._on_demand[name])
         if name in self._entries:
             return self._entries[name]
         if name in self._broken:

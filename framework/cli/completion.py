@@ -8,6 +8,7 @@ import shtab
 
 from ..hooks import ExperimentRegistry, HookRegistry
 from ..runs import allowed_words, union_members
+from .check import check_parser
 from .parser import CommandParser
 from .run_parser import Experiment, run_parser
 from .watch import watch_parser
@@ -23,6 +24,7 @@ def completion_script(shell: str, parsers: Iterable[CommandParser]) -> str:
     for parser in parsers:
         _declare_values(parser)
         _add(commands, parser.command, parser)
+    commands.add_parser("check", parents=[check_parser()], add_help=False, help="Check the laws of a training.")
     commands.add_parser("watch", parents=[watch_parser()], add_help=False, help="Run a training script unchanged.")
     experiments = commands.add_parser("run", help="Train an experiment.").add_subparsers()
     for experiment in ExperimentRegistry:

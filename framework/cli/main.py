@@ -23,6 +23,7 @@ USAGE = """usage: loopscope COMMAND ...
 
   loopscope run EXPERIMENT   train an experiment with hooks; --help shows its options
   loopscope watch COMMAND    run a training script unchanged, with loopscope attached; --help shows its options
+  loopscope check COMMAND    try laws that every training obeys on the first batches of a script, or of an experiment
   loopscope ls [FOLDER]      list the runs in a folder: state, length, final metrics
   loopscope show RUN         show the options, the result and the metrics of a run
   loopscope doctor RUN       diagnose a run: what is wrong, why, and what to do next
@@ -62,10 +63,15 @@ def main(arguments: Sequence[str] | None = None, *, packages: str | Sequence[str
         torch, numpy = _installed("torch"), _installed("numpy")
         print(f"loopscope {_installed('loopscope')}, python {python_version()}, torch {torch}, numpy {numpy}")  # noqa: T201
         return 0
-    if words[0] == "watch":
-        from .watch import watch  # it replaces this process, so nothing slow is imported
+    if words[0] in ("watch", "check"):
+        # Nothing slow is imported: the first replaces this process, the second starts another one.
+        from .check import check
+        from .watch import watch
 
-        return watch(words[1:])
+        try:
+            return watch(words[1:]) if words[0] == "watch" else check(words[1:])
+        except SystemExit as end:  # a parser's --help
+            return int(end.code or 0)
     with preserved_streams():
         # Imported here because it imports torch, which takes about two seconds.
         try:

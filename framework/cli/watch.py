@@ -80,33 +80,49 @@ def watch_parser() -> argparse.ArgumentParser:
 def watch(words: Sequence[str]) -> int:
     """Replace this process by the command; return an exit status only if that is not possible."""
     given = vars(watch_parser().parse_args(words))
-    command = given.pop("command")
-    command = command[1:] if command[:1] == ["--"] else command
-    if not command:
-        return _refused("watch needs the command of a training: loopscope watch python train.py.")
-    if flag := _runs_alone(command):
-        return _refused(f"{flag} starts Python without what loopscope watch needs; leave the option out.")
-    if shutil.which(command[0]) is None:
-        return _refused(f"{command[0]!r} is not a command; give one such as python train.py.", 127)
+    command = without_dashes(given.pop("command"))
+    if problem := problem_of(command, "watch"):
+        return _refused(*problem)
     seed = given.pop("seed")
     options = {name: value for name, value in given.items() if value is not None and value is not False}
     if not {"hooks", "with_hooks"} & options.keys():
         options["with_hooks"] = "health"
     if "out" in options:
         options["out"] = os.path.abspath(options["out"])
+    os.environ |= watched_environment(command, options, seed or 0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return os.execvp(command[0], command)
+
+
+def without_dashes(command: list[str]) -> list[str]:
+    """Return a command without the ``--`` that may precede it."""
+    return command[1:] if command[:1] == ["--"] else command
+
+
+def problem_of(command: Sequence[str], name: str) -> tuple[str, int] | None:
+    """Return why ``loopscope NAME`` cannot run a command, and the exit status, if so."""
+    if not command:
+        return f"{name} needs the command of a training: loopscope {name} python train.py.", 2
+    if flag := _runs_alone(command):
+        return f"{flag} starts Python without what loopscope {name} needs; leave the option out.", 2
+    if shutil.which(command[0]) is None:
+        return f"{command[0]!r} is not a command; give one such as python train.py.", 127
+    return None
+
+
+def watched_environment(command: Sequence[str], options: Mapping[str, Any], seed: int = 0) -> dict[str, str]:
+    """Return the variables with which the processes of a command attach loopscope to what they train."""
     handle, started = mkstemp(prefix="loopscope-watch-")
     os.close(handle)
     origin = {
         "command": command,
         "folder": os.getcwd(),
         "options": options,
-        "seed": seed or 0,
+        "seed": seed,
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
-    os.environ |= {**variables(options, origin, started), "LOOPSCOPE_WATCH_ROOT": str(os.getpid())}
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return os.execvp(command[0], command)
+    return {**variables(options, origin, started), "LOOPSCOPE_WATCH_ROOT": str(os.getpid())}
 
 
 def variables(options: Mapping[str, Any], origin: Mapping[str, Any], started: str) -> dict[str, str]:

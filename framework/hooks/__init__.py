@@ -18,7 +18,7 @@ from .metrics import Metrics, MetricSink, MetricValue, Series, as_float
 from .model_data_context import ExpiredError, ModelDataContext, ReadOnlyError
 from .registries import ExperimentRegistry, HookRegistry, SinkRegistry
 from .taps import (
-    AttentionTap, ForwardCall, ForwardTap, GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner,
+    AttentionTap, ForwardCall, ForwardTap, GradientTap, OnGradient, QuantizationTap, Quantized, StepTap, Tap, TapOwner,
 )
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ __all__ = [
     "GradientTap", "HookPoint", "HookRegistry", "InterventionHook", "LoopType", "MetricInfo", "MetricPanel",
     "MetricSink", "MetricValue", "Metrics", "ModelDataContext", "ObserverServices", "OnGradient", "OptimizerGroup",
     "QuantizationTap", "Quantized", "ReadOnlyError", "Recovery", "Remembered", "Remembering", "RunDataContext",
-    "RunInfo", "ScoreBlock", "Series", "Severity", "SinkRegistry", "StatePart", "StepSchedule", "Tap", "TapOwner",
-    "TrainingHook", "UndeclaredCommitError", "WrittenCall", "alert_fields", "as_float", "create_sinks", "hook_options",
-    "metric_table", "treatments", "windows_for",
+    "RunInfo", "ScoreBlock", "Series", "Severity", "SinkRegistry", "StatePart", "StepSchedule", "StepTap", "Tap",
+    "TapOwner", "TrainingHook", "UndeclaredCommitError", "WrittenCall", "alert_fields", "as_float", "create_sinks",
+    "hook_options", "metric_table", "treatments", "windows_for",
 ]
 _MODULES = {
     **dict.fromkeys(("AttentionCall", "FusedCall", "ScoreBlock", "WrittenCall"), "attention_calls"),

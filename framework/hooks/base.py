@@ -186,6 +186,9 @@ class TrainingHook(Remembering, ABC):
     debug: ClassVar[bool] = False
     in_health: ClassVar[bool] = False
     """The hook is in the group ``health``: cheap hooks that detect what goes wrong in any training."""
+    is_finished: bool = False
+    """Whether the training has shown what the hook was made for: a custom loop then ends between two steps, with
+    status 0."""
     always: ClassVar[bool] = False
     """The hook is active, and comes first, if any other hook or a sink that keeps metrics is active."""
     metrics: ClassVar[str] = ""

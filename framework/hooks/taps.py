@@ -1,10 +1,11 @@
 """Taps: functions that read or replace gradients, read values of the forward pass, or count quantisations."""
 
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
@@ -99,7 +100,28 @@ class AttentionTap:
     function: Callable[["AttentionCall"], None]
 
 
-Tap = GradientTap | ForwardTap | AttentionTap | QuantizationTap
+class Recorder(Protocol):
+    """An object that reads the calls of a step between its first pass and its update."""
+
+    def recording(self, model: nn.Module, is_active: Callable[[], bool]) -> AbstractContextManager[Any]:
+        """Record the passes of a model in the body, while ``is_active`` returns ``True``."""
+
+
+@dataclass(frozen=True)
+class StepTap:
+    """A recorder of whole steps: their passes, and the calls of torch from outputs to the loss.
+
+    Args:
+        recorder: what records; it must not change the tensors, which are those of the training.
+        always: record in all steps, not only on those of the hook's ``step_schedule``.
+    """
+
+    recorder: Recorder
+    always: bool = False
+    target: str = ""
+
+
+Tap = GradientTap | ForwardTap | AttentionTap | QuantizationTap | StepTap
 """A tap of any kind."""
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from numbers import Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -503,8 +503,14 @@ class AttachedLoop:
         options = self.options
         if options.stop_after is not None and step >= options.stop_after:
             raise SystemExit(0)
+        if self._hooks_that_finish and self._ranks.agree(all(hook.is_finished for hook in self._hooks_that_finish)):
+            raise SystemExit(0)
         if options.stop_on is not None and self._ranks.agree(self.run.diagnosis.has_critical_of(options.stop_on)):
             raise SystemExit(STOPPED)
+
+    @cached_property
+    def _hooks_that_finish(self) -> list[TrainingHook]:
+        return [hook for hook in self.manager.hooks if "is_finished" in vars(type(hook))]
 
     def report_numbers(self, numbers: Mapping[str, Any], *, evaluates: bool = True) -> None:
         """Record numbers that the script reports, at the newest step.

@@ -135,6 +135,17 @@ class AttachedScope(JupyterMixin):
             diagnosis = diagnosis_with(history, attached.manager.delivery.pending(), times)
             return with_tests(attached, diagnosis, branches, steps) if test else diagnosis
 
+    def check(self) -> list[dict[str, Any]]:
+        """Return what the hook ``laws`` has found up to now: law, statement, verdict, evidence, remedy.
+
+        Raises:
+            UsageError: if the hook is not attached.
+        """
+        checks = [item for item in self._attached.manager.hooks if item.name == "laws"]
+        require(bool(checks), 'No laws are tried: attach with hooks=["laws"].')
+        results: list[dict[str, Any]] = checks[0].results()  # type: ignore[attr-defined]
+        return results
+
     def __rich__(self) -> Group:
         """Return progress, verdict and findings of the run, and its newest numbers, the most relevant first."""
         from .scope_view import scope_view

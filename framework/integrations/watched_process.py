@@ -20,18 +20,20 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..errors import with_lines
+from ..errors import UsageError, with_lines
 from ..hooks import StepSchedule
 from ..isolation import VISITS
 from ..observing import modules_over, referred_by_callers
 from ..preserved_streams import preserved_streams
 from ..runs import status_of_script
 from ..state import uncompiled
+from ..training import Ranks
 from .attach import attach
 from .attached_loop import END_OF_PROCESS, close_open_runs, is_attached, parameters_of
 from .forward_arguments import arguments_of
@@ -48,6 +50,8 @@ AGAIN = "LOOPSCOPE_WATCH_AGAIN"
 options of its attach, and the file for the reason if that is refused."""
 STARTED = "LOOPSCOPE_WATCH_STARTED"
 """The environment variable with the file to which every process that has attached writes."""
+ALONE = "LOOPSCOPE_WATCH_ALONE"
+"""Set if ranks that a model does not show are attached one by one, as in ``loopscope check``."""
 ALTERNATING = 10
 """Steps of a training after which a step of another optimizer over its parameters ends it."""
 
@@ -229,7 +233,7 @@ class WatchedProcess:
                 found = modules_over([*module.parameters(), *others])
                 target = found[0] if len(found) == 1 else nn.ModuleList(found)
             with preserved_streams():
-                scope = attach(target, optimizers, **self._arguments())
+                scope = self._attached(target, optimizers)
         except Exception as error:
             self._end_refused(error)
             sys.stderr.write(f"loopscope watch: {error} This training continues without loopscope.\n")
@@ -282,6 +286,18 @@ class WatchedProcess:
         except Exception as error:
             self._end_refused(error)
             raise
+
+    def _attached(self, target: nn.Module, optimizers: list[Optimizer]) -> AttachedScope:
+        """Attach to a training; in ``loopscope check`` to each rank alone if the model does not show the ranks."""
+        options = self._arguments()
+        if ALONE not in os.environ or not dist.is_available() or not dist.is_initialized():
+            return attach(target, optimizers, **options)
+        try:
+            return attach(target, optimizers, **options)
+        except UsageError:
+            number = dist.get_rank()
+            out = options["out"] if not number else f"{options['out']}-{number}"
+            return attach(target, optimizers, **{**options, "out": out}, ranks=Ranks())
 
     def _arguments(self) -> dict[str, Any]:
         """Return the options of attach, with the command for the record; further trainings have numbered folders."""

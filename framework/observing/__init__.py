@@ -1,6 +1,6 @@
 """Events of a loop that is not loopscope's own, noticed at the functions of torch that every loop calls."""
 
-from .events import listen, stop_listening
+from .events import PassiveListener, listen, stop_listening
 from .found_parts import (
     modules_over,
     optimizers_over,
@@ -12,7 +12,13 @@ from .found_parts import (
 from .loader_waits import stop_timing, time_loaders
 
 __all__ = [
-    "listen", "modules_over", "optimizers_over", "referred_by_callers", "scaler_in_use", "schedulers_of",
+    "PassiveListener",
+    "listen",
+    "modules_over",
+    "optimizers_over",
+    "referred_by_callers",
+    "scaler_in_use",
+    "schedulers_of",
     "stop_listening",
     "stop_timing",
     "time_loaders",

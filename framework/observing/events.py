@@ -48,6 +48,30 @@ class LoopEvents(Protocol):
         """A scaler unscales the gradients of an optimizer, or lets it step."""
 
 
+class PassiveListener:
+    """A listener that ignores all events but those whose methods it overrides."""
+
+    thread: int | None = None
+
+    def on_scale(self, scaler: GradScaler, scaled: Any) -> None:
+        """Ignore a scaled loss."""
+
+    def before_backward(self, roots: Sequence[Tensor]) -> None:
+        """Ignore the start of a backward pass."""
+
+    def after_backward(self, roots: Sequence[Tensor]) -> None:
+        """Ignore the end of a backward pass."""
+
+    def on_failed_backward(self) -> None:
+        """Ignore a failure."""
+
+    def on_gradients_used(self, gradients: Sequence[Tensor]) -> None:
+        """Ignore the use of gradients."""
+
+    def on_unscale(self, optimizer: Optimizer) -> None:
+        """Ignore unscaled gradients."""
+
+
 _LISTENING: "WeakSet[LoopEvents]" = WeakSet()
 """Weak, so that a scope that is never closed does not keep its model alive."""
 

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError, unknown
-from ..hooks import AttentionTap, ForwardTap, GradientTap, OnGradient, QuantizationTap, Quantized, Tap, TapOwner
+from ..hooks import (
+    AttentionTap,
+    ForwardTap,
+    GradientTap,
+    OnGradient,
+    QuantizationTap,
+    Quantized,
+    StepTap,
+    Tap,
+    TapOwner,
+)
 from ..state import InternalFunction
 from .attention_tap import attention_callback, attention_read
 from .callbacks import FORWARD_TENSORS, ForwardCallbacks, input_callbacks, output_callbacks
@@ -65,6 +75,9 @@ class AttachedTap:
         self.replaces = isinstance(tap, GradientTap) and tap.replaces
         if isinstance(tap, QuantizationTap):
             self._registrations = self._on_quantizers(tap, model)
+        elif isinstance(tap, StepTap):
+            is_active = self._is_own_pass if tap.always else self.is_active
+            self._registrations = [partial(tap.recorder.recording, model, is_active)]
         elif isinstance(tap, ForwardTap):
             module = _target_of(dict(model.named_modules(remove_duplicate=False)), owner, tap)
             callback = forward_callback(owner, tap, self.is_active, passes, audit=audit)
@@ -127,6 +140,9 @@ class AttachedTap:
         # A pass that torch.jit.trace records belongs to an export, and would contain the operations of the tap.
         return self.owner.is_due() and _tracing_state() is None
 
+    def _is_own_pass(self) -> bool:
+        return self._passes.kinds[-1] is self._pass
+
     def separate(self) -> None:
         """Call the tap in the separate pass only, from now on."""
         self.detach()
@@ -154,7 +170,8 @@ class AttachedTap:
 
 def _first_state(tap: Tap, *, compiled: bool) -> TapState:
     # Hooks of parameters run outside of compiled graphs, hooks of modules inside them.
-    if isinstance(tap, QuantizationTap) or (isinstance(tap, GradientTap) and tap.kind == "parameter"):
+    is_of_parameter = isinstance(tap, GradientTap) and tap.kind == "parameter"
+    if isinstance(tap, QuantizationTap) or is_of_parameter or (isinstance(tap, StepTap) and tap.always):
         return TapState.PERMANENT
     if not compiled:
         return ATTACHED

@@ -1,0 +1,223 @@
+"""``loopscope check COMMAND``: try the laws that every training obeys on the first batches of a training.
+
+The training runs in a separate process with the hook ``laws``; this one shows what the hook finds.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .watch import problem_of, watched_environment, without_dashes
+
+USAGE = """loopscope check [--laws NAMES] [--batches N] [--continue] [--json] [--] COMMAND ...
+       loopscope check [OPTIONS] EXPERIMENT
+
+Try laws that every training obeys on the first batches of a script, or of an experiment: rows do not mix, the future is
+not seen, every parameter learns, micro-batches add up. Every try is rolled back; then the command ends. The exit status
+is 0 if no law is broken, 1 if one is, and 2 if none could be tried.
+
+  loopscope check python train.py --lr 1e-3
+  loopscope check -- torchrun --nproc-per-node 2 train.py
+  loopscope check mod_arithmetic
+"""
+EVERY = 4
+"""Steps between two batches on which laws are tried: steps 1, 5, 9, …"""
+FILE = "laws.json"
+ALONE = "LOOPSCOPE_WATCH_ALONE"
+"""The variable with which ranks that a model does not show are attached one by one."""
+LONGEST = 3600.0
+"""Seconds after which a training that has made no step is ended."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Print one sentence, and exit with status 2."""
+        raise SystemExit(_refused(f"{message}; see loopscope check --help."))
+
+
+def _refused(sentence: str, status: int = 2) -> int:
+    sys.stderr.write(f"loopscope: {sentence}\n")
+    return status
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)
+
+
+def check_parser() -> argparse.ArgumentParser:
+    """Build the parser of ``loopscope check``."""
+    parser = _Parser("loopscope check", usage=USAGE, add_help=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("--laws", metavar="NAMES", help="the laws to try, separated by commas (all)")
+    add("--batches", metavar="N", type=_count, default=2, help="batches on which they are tried: steps 1, 5, 9, … (2)")
+    add("--continue", dest="continues", action="store_true", help="let the command continue after the check")
+    add("--json", action="store_true", help="write one JSON object of at most 4 kB")
+    add("--help", "-h", action="help", help="show this text and exit")
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def check(words: Sequence[str]) -> int:
+    """Run the training with the hook, show the results, and return the exit status."""
+    given = check_parser().parse_args(words)
+    command = without_dashes(given.command)
+    if not command:
+        return _refused("check needs the command of a training, or an experiment: loopscope check python train.py.")
+    names = [name.strip().replace("-", "_") for name in (given.laws or "").split(",") if name.strip()]
+    if names and (sentence := _unknown_law(names)):
+        return _refused(sentence)
+    steps = [1 + EVERY * index for index in range(given.batches)]
+    experiment = _experiment(command)
+    if experiment is None and (problem := problem_of(command, "check")):
+        return _refused(*problem)
+    with tempfile.TemporaryDirectory(prefix="loopscope-check-") as folder:
+        out = Path(folder, "run")
+        if experiment is None:
+            options: dict[str, Any] = {
+                "hooks": ["laws"],
+                "hook_options": {"laws": {"only": names, "steps": steps, "continues": given.continues}},
+                "out": str(out),
+                "display": "none",
+            }
+            # Compiled code hides what a law tries, so the script's own compilation is disabled.
+            settings = {"TORCHDYNAMO_DISABLE": "1", ALONE: "1", **watched_environment(command, options)}
+            status = _run(command, settings, out, stdout=sys.stderr if given.json else None)
+        else:
+            words = [*command[1:], "--hooks", "laws", "--hook-config", f"laws.steps={steps}", f"laws.only={names}"]
+            command = [sys.executable, "-m", "loopscope", "run", experiment, *words, "--output-dir", str(out)]
+            with tempfile.TemporaryFile("w+") as messages:
+                status = _run([*command, "--silent"], {}, out, messages, ends=not given.continues)
+                messages.seek(0)
+                if not _content(out):
+                    sys.stderr.write(messages.read())
+        return _show(_content(out), given, status)
+
+
+def _experiment(command: Sequence[str]) -> str | None:
+    """Return the name of the experiment that a command consists of, if so."""
+    import shutil
+
+    word = command[0]
+    is_command = os.sep in word or word.startswith("python") or shutil.which(word) is not None
+    return None if is_command or word.startswith("-") else word
+
+
+def _unknown_law(names: Sequence[str]) -> str:
+    import loopscope.laws.shipped  # noqa: F401
+    from loopscope.errors import unknown
+    from loopscope.laws import LawRegistry
+
+    known = LawRegistry.names()
+    return next((str(unknown("law", name, known)) for name in names if name not in known), "")
+
+
+def _run(
+    command: Sequence[str], settings: Mapping[str, str], out: Path, stdout: Any = None, *, ends: bool = False
+) -> int:
+    """Run the training with a progress bar, and return its exit status.
+
+    Args:
+        command: the command.
+        settings: further environment variables.
+        out: the folder of the run.
+        stdout: where standard output goes; that of an experiment, with its messages.
+        ends: interrupt an experiment after the last law; a script ends itself.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    stderr = stdout if not settings else None
+    process = subprocess.Popen(command, env={**os.environ, **settings}, stdout=stdout, stderr=stderr)
+    console = Console(stderr=True)
+    columns = TextColumn("checking"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("waiting for the first step", total=None)
+        while process.poll() is None:
+            try:
+                time.sleep(0.1)
+                content = _content(out)
+                if content:
+                    tried, total = content["tried"], content["total"]
+                    progress.update(bar, completed=tried, total=total, description=content["trying"])
+                    if ends and tried >= total:
+                        process.send_signal(signal.SIGINT)
+                        ends = False
+            except KeyboardInterrupt:
+                process.send_signal(signal.SIGINT)
+    return process.returncode
+
+
+def _content(out: Path) -> dict[str, Any]:
+    """Return what the hook has written: the results so far; of several trainings, that of the first."""
+    try:
+        found = next(iter(sorted(out.rglob(FILE))), None) if out.is_dir() else None
+        return {} if found is None else json.loads(found.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _show(content: Mapping[str, Any], given: argparse.Namespace, status: int) -> int:
+    """Show the results, and return the exit status."""
+    if not content or not content["tried"]:
+        after = f"the command ended with status {status} before its first step" if status else "it made no step"
+        return _refused(f"No law was tried, since {after}: check a command that trains with an optimizer of torch.")
+    laws = content["laws"]
+    if given.json:
+        sys.stdout.write(f"{_bounded(content)}\n")
+    else:
+        _write_table(laws)
+    return 1 if content["broken"] else 0
+
+
+def _bounded(content: Mapping[str, Any], most: int = 4096) -> str:
+    """Return the results as JSON of limited size: broken laws first, and reasons only as long as they fit."""
+    order = {"broken": 0, "not checked": 1, "holds": 2}
+    laws = sorted(content["laws"], key=lambda law: order[law["verdict"]])
+    result = {"schema": 1, **{name: content[name] for name in order}, "laws": laws}
+    for length in (400, 200, 100, 40, 0):
+        short = [
+            {
+                name: value[:length] if name in ("evidence", "remedy") and isinstance(value, str) else value
+                for name, value in law.items()
+                if length or name not in ("evidence", "remedy", "statement")
+            }
+            for law in laws
+        ]
+        text = json.dumps({**result, "laws": short})
+        if len(text) < most:
+            return text
+    return json.dumps({name: result[name] for name in ("schema", *order)})
+
+
+def _write_table(laws: Sequence[Mapping[str, Any]]) -> None:
+    """Write one line for each law, and below a broken one its evidence and its remedy."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    styles = {"holds": "green", "broken": "bold red", "not checked": "dim"}
+    for law in sorted(laws, key=lambda item: ("broken", "holds", "not checked").index(item["verdict"])):
+        verdict = law["verdict"]
+        text = Text(law["statement"])
+        if evidence := law.get("evidence"):
+            text.append(
+                f": {evidence}" if verdict == "broken" else f" ({evidence})", style="" if verdict == "broken" else "dim"
+            )
+        if verdict == "broken":
+            text.append(f"\n  step {law['step']}; {law['remedy']}; alone: --laws {law['law']}")
+        table.add_row(Text(verdict, style=styles[verdict]), text)
+    console.print(table)

@@ -1,0 +1,27 @@
+"""Laws that every training obeys, tried on its first steps: the recording of a step, trials, and the laws."""
+
+from .law import Law, LawRegistry, Outcome, Verdict, broken, holds, not_checked
+from .recording import Recording
+from .rows import Layout, Rows
+from .session import LawCheck, as_content
+from .training_watch import TrainingWatch
+from .trial import Evaluation, Trial, distance
+
+__all__ = [
+    "Evaluation",
+    "Law",
+    "LawCheck",
+    "LawRegistry",
+    "Layout",
+    "Outcome",
+    "Recording",
+    "Rows",
+    "TrainingWatch",
+    "Trial",
+    "Verdict",
+    "as_content",
+    "broken",
+    "distance",
+    "holds",
+    "not_checked",
+]

@@ -1,0 +1,184 @@
+"""The hook that tries the laws of every training at its first steps; registered when it is asked for by name."""
+
+import json
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import listed, require
+from ..hooks import (
+    DebugInterventionHook,
+    HookPoint,
+    HookRegistry,
+    Metrics,
+    ModelDataContext,
+    RunDataContext,
+    RunInfo,
+    StepSchedule,
+    StepTap,
+    Tap,
+)
+from ..observing import optimizers_over
+from ..state import RandomStreams
+from .law import broken, holds
+from .recording import Recording
+from .session import LawCheck, as_content
+from .training_watch import TrainingWatch
+from .trial import Trial
+
+FILE = "laws.json"
+NEVER = 10**9
+EVALUATION = "evaluation_changes_nothing"
+LEARNS = "every_parameter_learns"
+LEAST_UPDATES = 4
+"""Updates after which parameters that none has changed are reported."""
+MOST_UPDATES = 50
+"""Updates after the last tries, in which parameters without a gradient may get one."""
+LONGEST_WAIT = 20.0
+"""Seconds of training after the last tries, in which an evaluation of the script may begin."""
+
+
+@HookRegistry.register
+@dataclass(kw_only=True, eq=False)
+class Laws(DebugInterventionHook):
+    """Try the laws that every training obeys, at two steps: gradients, rows, masks, losses, weights.
+
+    ``loopscope check`` runs a training with this hook and shows its result, the file ``laws.json`` in the folder of the
+    run. Every try is rolled back.
+
+    Args:
+        only: the names of the laws; by default all.
+        steps: the steps at which they are tried.
+        continues: let a custom loop continue afterwards; otherwise it ends, once the first evaluation was seen, too, or
+            20 seconds later.
+    """
+
+    name = "laws"
+    hook_points = frozenset({HookPoint.POST_BACKWARD})
+    metrics = """
+        broken | laws that a counterexample breaks at this step | 0, 1, 2, … | Above 0: see laws.json.
+    """
+
+    only: Sequence[str] = ()
+    steps: Sequence[int] = (1, 5)
+    continues: bool = True
+
+    def __post_init__(self) -> None:
+        require(bool(self.steps) and min(self.steps) >= 1, f"laws.steps is {self.steps!r}; give steps from 1 on.")
+        import_module("loopscope.laws.shipped")
+        self._check = LawCheck(self.only)
+        self._places = sorted({*self.steps})
+        self.step_schedule = StepSchedule(
+            mode="stride", every_n_steps=NEVER, warmup=self._places[0] - 1, also=self._later_places()
+        )
+        self._tried = 0
+        self._constants: list[Tensor] = []
+        self._idle: set[str] = set()
+        """Parameters that have not learned yet."""
+        self._waits = MOST_UPDATES
+        self._moved: set[str] = set()
+        self._trainable: set[str] = set()
+        self._updates, self._is_judged = 0, False
+        self._end: float | None = None
+        """The time at which the wait for an evaluation ends."""
+
+    def _later_places(self) -> tuple[int, ...]:
+        return tuple(place - self._places[0] + 1 for place in self._places)
+
+    @classmethod
+    def file_names(cls, strategy: str) -> Sequence[str]:
+        """Return the name of the file with the results."""
+        return (FILE,)
+
+    def start(self, run: RunInfo) -> None:
+        """Record the steps from now on."""
+        self._path = Path(run.output_dir) / FILE
+        self._is_main = run.task.ranks.is_main
+        self._streams = RandomStreams(run.seed)
+        self._recording = Recording(self._streams)
+        self._watch = TrainingWatch(self._on_evaluation, self._on_update)
+        self._write()
+
+    def taps(self, model: nn.Module) -> Iterable[Tap]:
+        """Return the taps that record the steps, and watch the first evaluation."""
+        return [StepTap(self._recording), StepTap(self._watch, always=True)]
+
+    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
+        """Try every law."""
+        steps = self._recording.steps
+        for step in steps:
+            step.verify()
+        optimizers = optimizers_over(model_ctx.model.parameters())
+        trial = Trial(
+            steps, model_ctx.model, optimizers, model_ctx.branch, self._streams, run_ctx.step, self._constants
+        )
+        for name in self._check.try_at(trial):
+            self._tried += 1
+            self._write(f"step {run_ctx.step}: {name.replace('_', ' ')}")
+        self._constants = list(steps[0].constants) if steps else []
+        if run_ctx.step >= self._places[-1]:
+            self._end = time.monotonic() + LONGEST_WAIT
+            self._idle = {name for name in self._check.subjects(LEARNS) if name in self._trainable}
+        return {"broken": sum(result["verdict"] == "broken" for result in self._check.results())}
+
+    def _on_evaluation(self, problems: Sequence[str]) -> None:
+        """Add what the first evaluation of the script has shown."""
+        self._check.add(EVALUATION, self._places[-1], broken("; ".join(problems)) if problems else holds())
+        self._write("an evaluation")
+
+    def _on_update(self, model: nn.Module, moved: Collection[str]) -> None:
+        """Note which parameters learn at other steps, such as experts without tokens in a batch."""
+        self._moved.update(moved)
+        self._updates += 1
+        self._trainable = {name for name, item in model.named_parameters() if item.requires_grad}
+        if self._end is not None and self._idle and self._waits:
+            learning = {name for name, item in model.named_parameters() if item.grad is not None and item.grad.any()}
+            self._check.excuse(LEARNS, self._idle & learning)
+            self._idle -= learning
+            self._waits = max(0, self._waits - 1)
+            self._write("parameters without a gradient")
+
+    def _judge_updates(self) -> None:
+        """Add parameters that no update of the training has changed, to those that its gradients show."""
+        still = sorted(self._trainable - self._moved)
+        if self._updates < LEAST_UPDATES or not self._moved or not still or self._is_judged:
+            return
+        self._is_judged = True
+        if not self._check.subjects(LEARNS):
+            sentence = f"{listed(still, 3)}: not changed by {self._updates} updates, while others are"
+            self._check.add(LEARNS, self._places[-1], broken(sentence, still))
+            self._check.decide(LEARNS)
+
+    def end(self, status: str) -> None:
+        """Judge the updates of a training that has ended before."""
+        if self._tried:
+            self._judge_updates()
+            self._write("end")
+
+    @property
+    def is_finished(self) -> bool:  # type: ignore[override]
+        """Whether a custom loop may end."""
+        if self.continues or self._end is None:
+            return False
+        self._judge_updates()
+        is_evaluated = EVALUATION not in self._check or self._watch.is_decided
+        return (is_evaluated and not (self._idle and self._waits)) or time.monotonic() > self._end
+
+    def results(self) -> list[dict[str, Any]]:
+        """Return the results of all laws up to now."""
+        return self._check.results()
+
+    def _write(self, trying: str = "") -> None:
+        """Write what is known so far, for the command that waits for it."""
+        total = len(self._check) * len(self._places)
+        content = {**as_content(self._check.results()), "tried": self._tried, "total": total, "trying": trying}
+        if not self._is_main:
+            return
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(content), encoding="utf-8")
+        temporary.replace(self._path)

@@ -1,0 +1,358 @@
+"""Recording of a training step from the arguments of its passes to the loss, which can be evaluated again.
+
+Between the first pass of the model and the backward pass, a function mode of torch sees every call. Calls that depend
+on outputs of the model are recorded with their arguments; all other values count as constants of the step, such as its
+targets. A replay repeats passes and calls with other constants.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..errors import with_lines
+from .values import assembled, dismantled, leaves_by_name, tensors_within
+
+NUMBERS = {"item", "tolist", "numpy", "__float__", "__int__", "__index__", "__array__"}
+"""Functions that turn values of the step into numbers of Python, which a replay does not compute again."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor that the step does not compute: the position in :attr:`RecordedStep.constants`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that a pass or a call of the step computes: its number."""
+
+    index: int
+
+
+@dataclass
+class Call:
+    """A call of a function of torch, or a pass of a module, with constants and values in place of tensors."""
+
+    function: Callable[..., Any]
+    arguments: Any
+    results: tuple[Value, ...]
+    """The values of the tensors in its result, in the order of :func:`.tensors_within`."""
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    has_gradients: bool
+    is_pass: bool = False
+
+    @contextmanager
+    def settings(self, *, autocast: bool = True) -> Iterator[None]:
+        """Restore the gradient mode and autocast of the call for the body."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.has_gradients))
+            for device, is_on, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled=is_on and autocast, cache_enabled=False))
+            yield
+
+
+def _autocast() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+@dataclass
+class Replay:
+    """A repetition of a step: the outputs of its passes, and its loss."""
+
+    outputs: list[Tensor]
+    loss: Tensor
+
+
+@dataclass
+class RecordedStep:
+    """Passes and calls of one micro-batch, from the arguments of the model to the loss."""
+
+    calls: list[Call] = field(default_factory=list)
+    constants: list[Tensor] = field(default_factory=list)
+    """The tensors that the step does not compute: inputs, targets, masks, weights of classes."""
+    streams: Any = None
+    """The random streams at the start of the first pass."""
+    outputs: dict[Value, Tensor] = field(default_factory=dict)
+    """Copies of the outputs of all passes."""
+    loss: Value | None = None
+    loss_value: Tensor | None = None
+    shapes: set[tuple[int, ...]] = field(default_factory=set)
+    """The shapes of all values."""
+    reads_numbers: bool = False
+    """Whether the script has turned a value of the step into a number of Python."""
+    uses_numbers: bool = False
+    """Whether it has done so before a call with a float, which may have been computed from that number."""
+    problem: str = ""
+    """Why the step cannot be replayed."""
+
+    @property
+    def passes(self) -> list[Call]:
+        """The passes of the model."""
+        return [call for call in self.calls if call.is_pass]
+
+    def constants_of_passes(self) -> list[int]:
+        """Return the indices of the constants that are arguments of passes of the model: its inputs."""
+        return sorted(self._constants_of(self.passes))
+
+    def constants_of_calls(self) -> set[int]:
+        """Return the indices of the constants that are arguments of calls after the passes."""
+        return self._constants_of([call for call in self.calls if not call.is_pass])
+
+    def direct_inputs(self) -> set[int]:
+        """Return the indices of the constants that are arguments of passes themselves, not within containers."""
+        given = [call.arguments.entries for call in self.passes]
+        items = [item for inputs, options in given for item in (*inputs.entries, *options.entries.values())]
+        return {item.index for item in items if isinstance(item, Constant)}
+
+    @staticmethod
+    def items_of(call: Call) -> list[Any]:
+        """Return the arguments of a call, without their containers."""
+        return _items(call.arguments)
+
+    def _constants_of(self, calls: Sequence[Call]) -> set[int]:
+        return {item.index for call in calls for item in _items(call.arguments) if isinstance(item, Constant)}
+
+    def replay(
+        self,
+        constants: Mapping[int, Tensor] | None = None,
+        *,
+        outputs: Mapping[Value, Tensor] | None = None,
+        modules: Mapping[nn.Module, nn.Module] | None = None,
+        autocast: bool = True,
+        needs_loss: bool = True,
+    ) -> Replay:
+        """Repeat the step, and return its outputs and its loss with their graph.
+
+        Args:
+            constants: tensors in place of constants, by index.
+            outputs: outputs of passes, in place of running them.
+            modules: modules in place of those of the passes.
+            autocast: ``False`` computes everything in the precision of the parameters.
+            needs_loss: ``False`` ends after the last pass.
+        """
+        known = dict(enumerate(self.constants)) | dict(constants or {})
+        values: dict[Value, Tensor] = {key: item.clone() for key, item in (outputs or {}).items()}
+        seen: list[Tensor] = []
+        remaining = len(self.passes)
+
+        def resolved(item: Any) -> Any:
+            if isinstance(item, Constant):
+                return known[item.index]
+            return values[item] if isinstance(item, Value) else item
+
+        for call in self.calls:
+            if call.is_pass and outputs is not None:
+                continue
+            if not needs_loss and not remaining:
+                break
+            arguments, options = assembled(call.arguments, resolved)
+            function = call.function
+            if modules and isinstance(function, nn.Module):
+                function = modules.get(function, function)
+            with call.settings(autocast=autocast):
+                result = function(*arguments, **options)
+            found = tensors_within(result)
+            if len(found) < len(call.results):
+                raise RuntimeError("a call returned fewer tensors in the replay")
+            values.update(zip(call.results, found, strict=False))
+            if call.is_pass:
+                remaining -= 1
+                seen += found
+        loss = values.get(self.loss) if self.loss is not None else None
+        return Replay(seen, loss if loss is not None else torch.tensor(float("nan")))
+
+    def verify(self) -> None:
+        """Note a problem unless a replay of the calls from the recorded outputs computes the same bits."""
+        if self.problem:
+            return
+        if self.loss is None or self.loss_value is None:
+            self.problem = "the loss was not computed from outputs of the model by functions of torch"
+            return
+        try:
+            with torch.no_grad():
+                loss = self.replay(outputs=self.outputs).loss.detach()
+        except Exception as error:
+            self.problem = f"the loss cannot be computed again ({type(error).__name__})"
+            return
+        if loss.shape != self.loss_value.shape or not torch.equal(loss.nan_to_num(), self.loss_value.nan_to_num()):
+            self.problem = "the loss, computed again from the same outputs, has other bits"
+
+
+def _items(arguments: Any) -> list[Any]:
+    return [item for _, item in leaves_by_name(arguments)]
+
+
+class StepRecorder(TorchFunctionMode):
+    """Records the steps of a model.
+
+    It is a function mode only from the end of a pass until the backward pass; torch functions then behave as without
+    it. Each backward pass ends a recorded step, so that a step with micro-batches has several.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[RecordedStep] = []
+        self._step: RecordedStep | None = None
+        self._values: dict[int, Value] = {}
+        self._constants: dict[int, Constant] = {}
+        self._kept: list[Any] = []
+        self._count = 0
+        self._depth = 0
+        self._is_entered = False
+        self._streams: Any = None
+
+    def begin_pass(self, streams: Any) -> None:
+        """Note the start of a pass, with the random streams at that time."""
+        self._depth += 1
+        if self._depth == 1:
+            self.note_streams(streams)
+
+    def note_streams(self, streams: Any) -> None:
+        """Note the random streams at the start of a pass, if it is the first one of a micro-batch."""
+        if self._step is None:
+            self._streams = streams
+
+    def end_pass(
+        self, module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any], output: Any, *, is_whole: bool
+    ) -> None:
+        """Record a pass, and all calls after it; ``is_whole`` is set for the model itself, not for a part of it."""
+        if is_whole and not self._depth:  # the start of this pass was not seen, so its parts were taken for passes
+            self._forget()
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return
+        self.leave()
+        if self._step is None:
+            self._step = RecordedStep(streams=self._streams)
+            self._enter()
+        try:
+            arguments = self._recorded((inputs, dict(options)))
+        except Exception as error:  # which must not reach the training
+            self._step.problem = f"a pass cannot be recorded ({with_lines(error)})"
+            return
+        copies = [_copy(tensor) for tensor in tensors_within(output)]
+        results = self._results(output)
+        self._step.outputs.update(zip(results, copies, strict=True))
+        call = Call(module, arguments, results, _autocast(), torch.is_grad_enabled(), is_pass=True)
+        self._step.calls.append(call)
+
+    def end_step(self, roots: Sequence[Tensor]) -> None:
+        """Note that a backward pass starts from ``roots``."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        root = roots[0] if len(roots) == 1 else None
+        step.loss = None if root is None else self._values.get(id(root))
+        step.loss_value = None if root is None else _copy(root)
+        self.steps.append(step)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._step = None
+        self._values, self._constants, self._kept = {}, {}, []
+
+    def stop(self) -> None:
+        """Drop what was recorded, and stop being a function mode."""
+        self.steps, self._depth = [], 0
+        self._forget()
+        self.leave()
+
+    def _enter(self) -> None:
+        if self._is_entered:
+            return
+        if torch._C._len_torch_function_stack():  # a mode below would be left in the wrong order
+            assert self._step is not None
+            self._step.problem = "another function mode of torch is active in the step"
+            return
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self._is_entered = True
+
+    def leave(self) -> None:
+        """Leave the stack of modes if no step is open; called where no function of torch is running."""
+        innermost: Any = torch.overrides._get_current_function_mode
+        if self._is_entered and self._step is None and innermost() is self:
+            self.__exit__(None, None, None)
+            self._is_entered = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, and record it if it depends on outputs of the model."""
+        options = kwargs or {}
+        if self._step is None or self._depth or not self._depends(args, options):
+            return func(*args, **options)
+        name = getattr(func, "__name__", "")
+        arguments = self._noted(func, name, args, options)
+        result = func(*args, **options)
+        if arguments is not None and self._step is not None and (tensors_within(result) or name == "__setitem__"):
+            self._step.calls.append(Call(func, arguments, self._results(result), _autocast(), torch.is_grad_enabled()))
+        return result
+
+    def _noted(self, func: Any, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Return the arguments of a call to record; ``None`` for one that only reads, or cannot be recorded."""
+        assert self._step is not None
+        if name in NUMBERS:
+            self._step.reads_numbers = True
+            return None
+        try:
+            arguments = self._recorded((args, dict(options)), copies=_writes(name, options))
+        except Exception as error:  # which must not reach the training
+            self._step.problem = f"a call cannot be recorded ({with_lines(error)})"
+            return None
+        has_float = any(isinstance(item, float) for item in _items(arguments))
+        self._step.uses_numbers |= self._step.reads_numbers and has_float
+        return arguments
+
+    def _depends(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+        return any(id(item) in self._values for item in tensors_within((args, options)))
+
+    def _recorded(self, arguments: Any, *, copies: bool = False) -> Any:
+        step = self._step
+        assert step is not None
+
+        def recorded(item: Any) -> Any:
+            if not isinstance(item, Tensor):
+                return item
+            if id(item) in self._values:
+                return self._values[id(item)]
+            if id(item) not in self._constants or copies:
+                constant = Constant(len(step.constants))
+                step.constants.append(_copy(item) if copies else item)
+                if copies:
+                    return constant
+                self._constants[id(item)] = constant
+                self._kept.append(item)
+            return self._constants[id(item)]
+
+        return dismantled(arguments, recorded)
+
+    def _results(self, result: Any) -> tuple[Value, ...]:
+        values = []
+        for tensor in tensors_within(result):
+            value = self._values[id(tensor)] = Value(self._count)
+            self._count += 1
+            self._kept.append(tensor)
+            values.append(value)
+            if self._step is not None:
+                with torch._C.DisableTorchFunction():
+                    self._step.shapes.add(tuple(tensor.shape))
+        return tuple(values)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy without recording this as a call of the step."""
+    with torch._C.DisableTorchFunction():
+        return tensor.detach().clone()
+
+
+def _writes(name: str, options: Mapping[str, Any]) -> bool:
+    """Return whether a function of this name changes one of its arguments."""
+    is_method = name.endswith("_") and not name.endswith("__")
+    return is_method or name.startswith("__i") or name == "__setitem__" or options.get("out") is not None

@@ -1,0 +1,99 @@
+"""Installation of a recorder: the hooks of torch that report passes, backward passes and updates to it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.loss import _Loss
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..isolation import VISITS
+from ..observing import PassiveListener, listen, stop_listening
+from ..state import RandomStreams, Transient
+from .recorded_step import RecordedStep, StepRecorder
+
+
+class Recording(PassiveListener, Transient):
+    """Records the micro-batches of the steps of a model in which :meth:`recording` is entered."""
+
+    def __init__(self, streams: RandomStreams) -> None:
+        self._streams = streams
+        self._recorder = StepRecorder()
+        self._model = nn.Module()
+        self._modules: set[int] = set()
+        """The ids of the modules whose outermost calls are passes: a loop may call parts of the model alone."""
+        self._is_active: Callable[[], bool] = bool
+
+    @property
+    def steps(self) -> list[RecordedStep]:
+        """The micro-batches of the step so far."""
+        return self._recorder.steps
+
+    def leave(self) -> None:
+        """End the recording of calls, after the backward pass."""
+        self._recorder.leave()
+
+    def clear(self) -> None:
+        """Drop the micro-batches of the step."""
+        self._recorder.steps = []
+
+    @contextmanager
+    def recording(self, model: nn.Module, is_active: Callable[[], bool]) -> Iterator[None]:
+        """Record the passes of a model in the body, while ``is_active`` returns ``True``."""
+        self._model = model
+        self._modules = {id(item) for item in model.modules() if _computes(item)}
+        self._is_active = is_active
+        self._recorder.note_streams(self._streams.save())  # the pass may have begun, which brought this call about
+        with VISITS:
+            handles: list[Any] = [
+                register_module_forward_pre_hook(self._before_pass),
+                register_module_forward_hook(self._after_pass, with_kwargs=True),
+                register_optimizer_step_pre_hook(self._before_update),
+            ]
+            listen(self)
+        try:
+            yield
+        finally:
+            stop_listening(self)
+            with VISITS:
+                for handle in handles:
+                    handle.remove()
+            self._recorder.stop()
+
+    def _counts(self, module: nn.Module) -> bool:
+        is_ours = id(module) in self._modules and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return is_ours and self.thread in (None, get_ident()) and self._is_active()
+
+    def _before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._counts(module):
+            self._recorder.begin_pass(self._streams.save())
+
+    def _after_pass(self, module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any], output: Any) -> None:
+        if self._counts(module):
+            self.thread = get_ident()
+            self._recorder.end_pass(module, inputs, options, output, is_whole=module is self._model)
+
+    def _before_update(self, *_: Any) -> None:
+        self._recorder.leave()
+
+    def before_backward(self, roots: Sequence[Tensor]) -> None:
+        """End a micro-batch."""
+        if self._is_active():
+            self._recorder.end_step(roots)
+
+    def on_gradients_used(self, gradients: Sequence[Tensor]) -> None:
+        """End the recording of calls."""
+        self._recorder.leave()
+
+
+def _computes(module: nn.Module) -> bool:
+    """Return whether calls of a module are passes; those of losses and activations are calls of functions."""
+    if isinstance(module, _Loss):
+        return False
+    has_state = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+    return has_state or isinstance(module, _DropoutNd)  # which replays call in eval mode

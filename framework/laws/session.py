@@ -1,0 +1,106 @@
+"""A check: the laws that are tried at some steps of a training, and what they show together."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..errors import require, unknown, with_lines
+from .law import Law, LawRegistry, Outcome, Verdict, not_checked
+from .rows import UndecidedError
+from .trial import Trial
+
+
+class LawCheck:
+    """The outcomes of laws at the steps that were tried."""
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        """Select laws by ``names``; without names, all."""
+        known = LawRegistry.names()
+        for name in names:
+            if name not in known:
+                raise unknown("law", name, known)
+        require(bool(known), "No law is registered.")
+        self._laws: list[Law] = [law() for law in LawRegistry if not names or law.name in names]
+        self._outcomes: dict[str, list[tuple[int, Outcome]]] = {law.name: [] for law in self._laws}
+
+    def __len__(self) -> int:
+        """Return the number of laws."""
+        return len(self._laws)
+
+    def try_at(self, trial: Trial) -> Iterable[str]:
+        """Try every law at a step; yield the name of each law after it was tried."""
+        for law in self._laws:
+            self._outcomes[law.name].append((trial.number, _outcome(law, trial)))
+            yield law.name
+
+    def add(self, name: str, step: int, outcome: Outcome) -> None:
+        """Add an outcome that the training itself has shown, if the law was selected."""
+        if name in self._outcomes:
+            self._outcomes[name].append((step, outcome))
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a law was selected."""
+        return name in self._outcomes
+
+    def subjects(self, name: str) -> frozenset[str]:
+        """Return what breaks a persistent law at all steps that were tried."""
+        found = [outcome.subjects for _, outcome in self._outcomes.get(name, ())]
+        return frozenset.intersection(*found) if found else frozenset()
+
+    def decide(self, name: str) -> None:
+        """Let only the newest outcome of a law count."""
+        self._outcomes[name] = self._outcomes[name][-1:]
+
+    def excuse(self, name: str, subjects: Iterable[str]) -> None:
+        """Drop subjects of a persistent law that later steps have refuted, such as parameters that learn by now."""
+        refuted = frozenset(subjects)
+        self._outcomes[name] = [
+            (step, replace(outcome, subjects=outcome.subjects - refuted))
+            for step, outcome in self._outcomes.get(name, [])
+        ]
+
+    def results(self) -> list[dict[str, Any]]:
+        """Return for each law its name, statement, verdict, evidence, remedy, and the step of the evidence."""
+        return [self._result(law) for law in self._laws]
+
+    def _result(self, law: Law) -> dict[str, Any]:
+        outcomes = self._outcomes[law.name]
+        step, outcome = _combined(law, outcomes) if outcomes else (0, not_checked("the training made no step"))
+        result: dict[str, Any] = {"law": law.name, "statement": law.statement, "verdict": outcome.verdict.value}
+        if outcome.evidence:
+            result["evidence"] = outcome.evidence
+        if outcome.verdict is Verdict.BROKEN:
+            result |= {"step": step, "remedy": law.remedy}
+        return result
+
+
+def _combined(law: Law, outcomes: Sequence[tuple[int, Outcome]]) -> tuple[int, Outcome]:
+    """Return the outcome that counts, with its step."""
+    decided = [item for item in outcomes if item[1].verdict is not Verdict.NOT_CHECKED]
+    if not decided:
+        return next((item for item in outcomes if item[1].evidence), (0, not_checked("it needs another step")))
+    violations = [item for item in decided if item[1].verdict is Verdict.BROKEN]
+    if law.is_persistent:
+        common = frozenset.intersection(*[outcome.subjects for _, outcome in decided])
+        if len(violations) < len(decided) or not common:
+            return next((item for item in decided if item not in violations), (decided[-1][0], Outcome(Verdict.HOLDS)))
+        return violations[-1]
+    return violations[0] if violations else decided[-1]
+
+
+def _outcome(law: Law, trial: Trial) -> Outcome:
+    """Return the outcome of a law; one that raises an error is not checked."""
+    try:
+        return law.check(trial)
+    except UndecidedError as reason:
+        return not_checked(str(reason))
+    except Exception as error:  # of the training's own functions on inputs that they do not expect, for example
+        return not_checked(with_lines(error))
+
+
+def as_content(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the results as JSON, with the number of laws for each verdict."""
+    counts = {verdict.value: 0 for verdict in Verdict}
+    for result in results:
+        counts[str(result["verdict"])] += 1
+    return {**counts, "laws": list(results)}

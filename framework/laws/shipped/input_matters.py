@@ -1,0 +1,50 @@
+"""The law that the outputs depend on the inputs."""
+
+from collections.abc import Iterable
+
+import torch
+
+from ...errors import listed
+from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..rows import is_mask
+from ..trial import Trial
+
+
+@LawRegistry.register
+class InputMatters(Law):
+    """Exchange the inputs of the rows, one input at a time, and look for a change of outputs or loss; not of masks."""
+
+    name = "input_matters"
+    statement = "outputs depend on every input"
+    remedy = "look for detached or unused inputs, and for a layer whose units are all inactive"
+    is_persistent = True  # a head that starts at zero hides the inputs at the first step
+
+    def check(self, trial: Trial) -> Outcome:
+        """Compare outputs before and after the exchange."""
+        order = torch.arange(trial.rows).roll(1)
+        every = trial.with_rows(order)
+        changed = {
+            index: value
+            for index, value in every.items()
+            if index in trial.inputs and not torch.equal(value, trial.inputs[index]) and not is_mask(value)
+        }
+        if not changed:
+            targets = any(not torch.equal(value, trial.step.constants[index]) for index, value in every.items())
+            return broken("all rows have equal inputs", {"all"}) if targets else not_checked("all rows are equal")
+        scored = not trial.step.problem
+        before = trial.evaluate(needs_loss=scored, train=False)
+        without = []
+        for group in self._groups(trial, changed):
+            after = trial.evaluate({index: changed[index] for index in group}, needs_loss=scored, train=False)
+            if all(map(torch.equal, before.outputs, after.outputs)) and not (scored and before.loss != after.loss):
+                without += [trial.names.get(index, "") or f"number {index}" for index in group]
+        if without:
+            return broken(f"no output changes if the rows exchange their {listed(without, 3)}", without)
+        return holds()
+
+    def _groups(self, trial: Trial, changed: Iterable[int]) -> list[list[int]]:
+        """Return the inputs one by one, but together those within a container, of which a model may use a part."""
+        direct = trial.step.direct_inputs()
+        alone = [[index] for index in changed if index in direct]
+        nested = [index for index in changed if index not in direct]
+        return [*alone, nested] if nested else alone

@@ -1,0 +1,112 @@
+"""The law that steps on one batch reduce its loss."""
+
+import math
+import time
+
+import torch
+from torch import Tensor
+
+from ...tensors import trainable
+from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..trial import Trial
+
+FEW, MANY = 50, 200
+"""Steps: all that most losses need to fall, and all that are made."""
+SECONDS = 15.0
+RATES = 1e-3, 1e-2
+"""Learning rates of Adam that are tried; the first one that reduces the loss counts."""
+LEAST_FALL = 0.02
+"""The part of the loss that must go, of a loss that learns anything."""
+LEAST_PART = 0.4
+"""The part of what free outputs gain that the steps must gain; right trainings that were measured gain 0.7 or more."""
+MARGIN = 0.002
+"""The part of the loss by which it must fall further with the inputs than without them."""
+
+
+@LawRegistry.register
+class OneBatchCanBeLearned(Law):
+    """Take steps of Adam on one batch, also with the inputs of one row in all rows, and compare how the loss falls."""
+
+    name = "one_batch_can_be_learned"
+    statement = "steps on one batch reduce its loss"
+    remedy = "look for detach, a frozen or saturated layer, a loss of the wrong tensor, and targets of other rows"
+
+    def check(self, trial: Trial) -> Outcome:
+        """Compare the loss before and after the steps."""
+        trial.loss_step()
+        same, floor = self._without_inputs(trial), self._floor(trial)
+        sentences = []
+        for count, rate in ((FEW, RATES[0]), (MANY, RATES[0]), (MANY, RATES[1])):
+            first, last, made = self._train(trial, None, count, rate)
+            if not math.isfinite(first):
+                return not_checked("the loss is not finite")
+            if first - last < LEAST_FALL * abs(first):
+                sentences.append(f"{made} steps on one batch change its loss from {first:.4g} to {last:.4g}")
+                continue
+            if first - last < LEAST_PART * (first - floor):
+                reached = f"{made} steps on one batch reduce its loss from {first:.4g} to {last:.4g}"
+                sentences.append(f"{reached}, where free outputs reach {floor:.4g}")
+                continue
+            if same is None:
+                return holds(f"{first:.4g} → {last:.4g} in {made} steps")
+            _, blind, _ = self._train(trial, same, made, rate)
+            if blind - last > MARGIN * abs(first):
+                return holds(f"{first:.4g} → {last:.4g} in {made} steps")
+            sentences.append(f"{made} steps reach {last:.4g} with the inputs and {blind:.4g} without them")
+        return broken(sentences[-1])
+
+    def _floor(self, trial: Trial) -> float:
+        """Return the loss that outputs reach which are free to take any values, as a bound of what can be learned.
+
+        It is that of the outputs themselves if the loss depends on other parameters or on nothing else.
+        """
+        step = trial.step
+        free = {
+            key: item.clone().requires_grad_() if item.is_floating_point() else item
+            for key, item in step.outputs.items()
+        }
+        leaves = [item for item in free.values() if item.requires_grad]
+        if step.loss in step.outputs or not leaves:
+            return float("inf")
+        optimizer, losses = torch.optim.Adam(leaves, 0.05), [float("inf")]
+        with trial.branch(), torch.enable_grad():
+            for _ in range(MANY):
+                loss = step.replay(outputs=free).loss
+                losses.append(float(loss.detach()))
+                gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+                for leaf, gradient in zip(leaves, gradients, strict=True):
+                    leaf.grad = gradient
+                optimizer.step()
+        is_falling = losses[-MANY // 4] - losses[-1] > 0.05 * abs(losses[1])  # perhaps without end
+        return float("inf") if is_falling else min(losses)
+
+    def _without_inputs(self, trial: Trial) -> dict[int, Tensor] | None:
+        """Return the inputs of one row for all rows, if rows have separate targets."""
+        step = trial.step
+        inputs = set(step.constants_of_passes())
+        targets = {index for index in trial.layout.layouts if index not in inputs}
+        if not targets or trial.rows < 3 or inputs & step.constants_of_calls():
+            return None
+        same = {index: item[:1].expand_as(item).clone() for index, item in trial.inputs.items()}
+        return None if any(torch.equal(item, trial.inputs[index]) for index, item in same.items()) else same
+
+    def _train(
+        self, trial: Trial, constants: dict[int, Tensor] | None, count: int, rate: float
+    ) -> tuple[float, float, int]:
+        """Return the loss before and after the steps, and their number."""
+        step, end = trial.step, time.monotonic() + SECONDS
+        with trial.branch(), torch.enable_grad():
+            parameters = list(trainable(trial.model).values())
+            optimizer = torch.optim.Adam(parameters, rate)
+            losses: list[float] = []
+            while True:
+                step.streams.restore()
+                loss = step.replay(constants).loss
+                losses.append(float(loss.detach()))
+                if len(losses) > count or (time.monotonic() > end and len(losses) > FEW // 10):
+                    break
+                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+            return losses[0], min(losses[-3:]), len(losses) - 1

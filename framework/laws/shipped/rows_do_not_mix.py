@@ -1,0 +1,68 @@
+"""The law that the outputs of a row do not depend on the inputs of other rows."""
+
+import torch
+from torch import Tensor
+
+from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..trial import TIMES_NOISE, Trial
+
+
+@LawRegistry.register
+class RowsDoNotMix(Law):
+    """Replace the inputs of one row by those of another row, and compare the outputs of all other rows.
+
+    The model is in eval mode, since batch normalisation mixes rows by design.
+    """
+
+    name = "rows_do_not_mix"
+    statement = "outputs of a row do not depend on other rows"
+    remedy = "look for view or reshape in place of transpose, batch_first, and operations over dimension 0"
+
+    def check(self, trial: Trial) -> Outcome:
+        """Compare outputs before and after a change of the first row, bit for bit."""
+        count = trial.rows
+        if count < 3:
+            return not_checked("a batch of two rows has no third one to compare")
+        order = torch.arange(count)
+        order[0] = count - 1
+        changed = trial.inputs_with_rows(order)
+        if all(torch.equal(value, trial.inputs[index]) for index, value in changed.items()):
+            return not_checked("the first and the last row are equal")
+        before, again, after = (
+            trial.evaluate(value, needs_loss=False, train=False).outputs for value in (None, None, changed)
+        )
+        if not all(map(torch.equal, before, again)):
+            return not_checked("two equal passes differ")
+        dimensions = [self._dimension(trial, output) for output in before]
+        if dimensions.count(None) == len(dimensions):
+            return not_checked("no output has one entry per row")
+        for position, (dimension, one, other) in enumerate(zip(dimensions, before, after, strict=True)):
+            if dimension is None:
+                continue
+            one, other = one.movedim(dimension, 0), other.movedim(dimension, 0)
+            differing = _differs(one, other)[1:]
+            if differing.any():
+                if not trial.layout.is_certain:
+                    return not_checked("the inputs do not show whether dimension 0 is the batch or the time")
+                row = int(differing.nonzero()[0]) + 1
+                size = float((one[1:].double() - other[1:].double()).abs().max())
+                # Kernels may sum in another order if rows are grouped by their contents, as in mixtures of experts.
+                if size <= TIMES_NOISE * trial.output_noise[position]:
+                    continue
+                return broken(f"the output of row {row} changes by {size:.1e} with the input of row 0")
+        return holds("apart from batch normalisation" if trial.normalisations() else "")
+
+    def _dimension(self, trial: Trial, output: Tensor) -> int | None:
+        """Return the dimension of an output that is the batch; ``None`` without one, and for one entry per pair."""
+        rows = trial.layout
+        if tuple(output.shape[:2]) == (rows.count, rows.count):
+            return None
+        for dimension in (rows.dimension, 0):
+            if output.ndim > dimension and output.shape[dimension] == rows.count:
+                return dimension
+        return None
+
+
+def _differs(one: Tensor, other: Tensor) -> Tensor:
+    """Return for each row whether an element differs; two NaN are equal."""
+    return ((one != other) & ~(one.isnan() & other.isnan())).reshape(len(one), -1).any(1)

@@ -1,0 +1,303 @@
+"""The step at which laws are tried: its rows, repetitions with other inputs, and the noise of rounding."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from ..state import RandomStreams
+from ..tensors import trainable
+from .recorded_step import Constant, RecordedStep
+from .rows import Layout, Rows, UndecidedError
+from .values import leaves_by_name
+
+MOVES = 6
+"""Moved copies of the weights from which the noise of rounding is measured."""
+TIMES_NOISE = 3.0
+"""A difference beyond this multiple of the largest noise breaks a law."""
+LEAST_PART = 1e-4
+"""The part of a gradient that a difference must be as well: kernels of other shapes may sum in another order, which
+moved weights do not show, and mistakes change percents."""
+
+
+@dataclass
+class Evaluation:
+    """Results of a repetition, without graphs."""
+
+    outputs: list[Tensor]
+    loss: Tensor
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    draws: bool = False
+    """Whether random numbers were drawn."""
+
+    def joint_gradient(self) -> Tensor:
+        """Return all gradients as one float64 vector."""
+        return torch.cat([item.detach().double().flatten() for item in self.gradients.values()])
+
+
+class Trial:
+    """One step of a training, after its backward passes and before its update, in which laws are tried."""
+
+    def __init__(
+        self,
+        steps: Sequence[RecordedStep],
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        branch: Callable[[], AbstractContextManager[None]],
+        streams: RandomStreams,
+        number: int,
+        earlier: Sequence[Tensor] = (),
+    ) -> None:
+        """Take the recorded micro-batches of step ``number``; ``branch`` rolls back everything after its body.
+
+        ``earlier`` are the constants of an earlier step.
+        """
+        self.streams = streams
+        self.steps, self.model, self.optimizers = list(steps), model, list(optimizers)
+        self.branch, self.number, self._earlier = branch, number, earlier
+
+    @property
+    def _precision(self) -> torch.dtype | None:
+        """The dtype of autocast in the passes, if it is on."""
+        found = [dtype for call in self.step.passes for _, is_on, dtype in call.autocast if is_on]
+        return found[0] if found else None
+
+    @property
+    def step(self) -> RecordedStep:
+        """The first micro-batch of the step."""
+        if not self.steps:
+            raise UndecidedError("the step has no pass of the model that can be recorded")
+        return self.steps[0]
+
+    def loss_step(self) -> RecordedStep:
+        """Return the first micro-batch, of which the loss can be computed again."""
+        if self.step.problem:
+            raise UndecidedError(self.step.problem)
+        if self.step.uses_numbers:
+            raise UndecidedError("the loss may contain numbers that the script has read from tensors by .item()")
+        return self.step
+
+    @cached_property
+    def inputs(self) -> dict[int, Tensor]:
+        """The tensors that the passes get as arguments, by the index of the constant."""
+        step = self.step
+        return {index: step.constants[index] for index in step.constants_of_passes() if step.constants[index].ndim}
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The names of the inputs among the arguments of the model's ``forward``, by the index of the constant."""
+        names: dict[int, str] = {}
+        for call in self.step.passes:
+            inputs, options = call.arguments.entries
+            with suppress(TypeError, ValueError):  # a function that is not written in Python
+                forward = call.function.forward  # type: ignore[attr-defined]
+                bound = signature(forward).bind(*inputs.entries, **options.entries).arguments
+                for name, value in (leaf for key, item in bound.items() for leaf in leaves_by_name(item, key)):
+                    if isinstance(value, Constant):
+                        names.setdefault(value.index, name)
+        return names
+
+    @cached_property
+    def layout(self) -> Rows:
+        """The rows of the batch."""
+        return Rows.of(self.step, self.model, self._earlier)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the batch."""
+        return self.layout.count
+
+    def with_rows(self, order: Tensor) -> dict[int, Tensor]:
+        """Return all constants of rows with the rows of the batch in another order, some perhaps repeated."""
+        layout = self.layout
+        return {
+            index: layout.reordered(self.step.constants[index], kind, order) for index, kind in layout.layouts.items()
+        }
+
+    def inputs_with_rows(self, order: Tensor) -> dict[int, Tensor]:
+        """Return the inputs alone with the rows in another order."""
+        return {index: value for index, value in self.with_rows(order).items() if index in self.inputs}
+
+    def joined(self, steps: Sequence[RecordedStep]) -> dict[int, Tensor]:
+        """Return the constants of the first micro-batch with the rows of all ``steps``, one after the other.
+
+        Raises:
+            UndecidedError: the micro-batches do not have the same calls and shapes.
+        """
+        counts = {len(step.constants) for step in steps} | {len(self.step.constants)}
+        calls = {tuple(getattr(call.function, "__name__", "") for call in step.calls) for step in steps}
+        if len(counts) > 1 or len(calls) > 1:
+            raise UndecidedError("the micro-batches have different calls")
+        changed = {}
+        for index, layout in self.layout.layouts.items():
+            if layout is not Layout.FIRST and layout is not Layout.FLAT:
+                raise UndecidedError("the rows of the micro-batches cannot be joined")
+            parts = [step.constants[index] for step in steps]
+            if len({part.shape[1:] for part in parts}) > 1:
+                raise UndecidedError("the micro-batches have different lengths")
+            changed[index] = torch.cat(parts)
+        return changed
+
+    def evaluate(
+        self,
+        constants: Mapping[int, Tensor] | None = None,
+        *,
+        step: RecordedStep | None = None,
+        gradients: bool = False,
+        move: int | None = None,
+        needs_loss: bool = True,
+        train: bool = True,
+        owner: nn.Module | None = None,
+        **options: Any,
+    ) -> Evaluation:
+        """Repeat the step with other constants and the same random numbers; everything is rolled back.
+
+        Args:
+            constants: tensors in place of constants, by index.
+            step: the micro-batch; by default the first one.
+            gradients: compute the gradients of the loss.
+            move: move every weight by its smallest possible step, in directions drawn from this seed.
+            needs_loss: ``False`` for outputs alone.
+            train: ``False`` sets all modules to eval mode, so that dropout and batch statistics are off.
+            owner: the module with the parameters of the gradients, by default the model.
+            options: further arguments of :meth:`.RecordedStep.replay`.
+        """
+        step = step or self.step
+        with self.branch():
+            if move is not None:
+                move_weights(self.model, move, self._precision)
+            for module in () if train else self.model.modules():
+                module.training = False
+            step.streams.restore()
+            start = self.streams.save()
+            with torch.set_grad_enabled(gradients):
+                replay = step.replay(constants, needs_loss=needs_loss, **options)
+            result = Evaluation([item.detach().clone() for item in replay.outputs], replay.loss.detach().clone())
+            result.draws = not self.streams.save().equals(start)
+            if gradients:
+                parameters = trainable(owner or self.model)
+                found = torch.autograd.grad(replay.loss, list(parameters.values()), allow_unused=True)
+                pairs = zip(parameters.items(), found, strict=True)
+                result.gradients = {
+                    name: torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
+                    for (name, parameter), gradient in pairs
+                }
+            return result
+
+    def output_gradient(self, constants: Mapping[int, Tensor] | None = None) -> Tensor | None:
+        """Return the gradient of the loss with respect to the first output that it depends on, in eval mode."""
+        with self.branch():
+            for module in self.model.modules():
+                module.training = False
+            self.step.streams.restore()
+            with torch.enable_grad():
+                replay = self.step.replay(constants)
+                outputs = [
+                    item for item in replay.outputs if item.requires_grad and item is not replay.loss and item.ndim
+                ]
+                gradients = torch.autograd.grad(replay.loss, outputs, allow_unused=True) if outputs else ()
+        return next((gradient.detach().clone() for gradient in gradients if gradient is not None), None)
+
+    def leaves(self) -> list[Tensor]:
+        """Return the tensors whose gradients a backward pass of the loss computes."""
+        with self.branch(), torch.enable_grad():
+            self.step.streams.restore()
+            nodes: list[Any] = [self.step.replay().loss.grad_fn]
+        seen, found = {*nodes, None}, []
+        for node in nodes:  # the loop appends to this list
+            if node is None:
+                continue
+            if hasattr(node, "variable"):
+                found.append(node.variable)
+            following = [item for item, _ in node.next_functions if item not in seen]
+            seen.update(following)
+            nodes += dict.fromkeys(following)
+        return found
+
+    def gradient(self) -> Tensor:
+        """Return the joint gradient of the first micro-batch in eval mode, as float64.
+
+        Raises:
+            UndecidedError: the loss cannot be computed again, or draws random numbers by position.
+        """
+        self.loss_step()
+        if self._gradient.draws:
+            raise UndecidedError("the step draws random numbers by position, also in eval mode")
+        return self._gradient.joint_gradient()
+
+    @cached_property
+    def _gradient(self) -> Evaluation:
+        return self.evaluate(gradients=True, train=False)
+
+    @cached_property
+    def gradient_noise(self) -> float:
+        """The largest distance by which the smallest steps of all weights change :meth:`gradient`."""
+        return self.noise(
+            lambda seed: self.evaluate(gradients=True, train=False, move=seed).joint_gradient(), self.gradient()
+        )
+
+    def is_noise(self, difference: float, *, gradients: int = 1) -> bool:
+        """Return whether rounding explains a difference of gradients, each of them the sum of ``gradients``."""
+        size = float(self.gradient().norm())
+        return difference <= max(TIMES_NOISE * self.gradient_noise, LEAST_PART * size) * gradients
+
+    @cached_property
+    def output_noise(self) -> list[float]:
+        """The largest change of an element of each output in eval mode, if all weights make their smallest steps."""
+        exact = self.evaluate(needs_loss=False, train=False).outputs
+        largest = [0.0] * len(exact)
+        for seed in range(MOVES):
+            moved = self.evaluate(needs_loss=False, train=False, move=seed).outputs
+            for position, (one, other) in enumerate(zip(exact, moved, strict=True)):
+                if one.numel():
+                    difference = float((one.double() - other.double()).abs().nan_to_num().max())
+                    largest[position] = max(largest[position], difference)
+        return largest
+
+    def noise(self, measure: Callable[[int], Tensor], exact: Tensor) -> float:
+        """Return the largest distance by which weights moved by rounding change a measurement.
+
+        Args:
+            measure: returns the measurement for moved weights, given the ``move`` of :meth:`evaluate`.
+            exact: the measurement at the weights themselves.
+        """
+        return max(distance(measure(seed), exact) for seed in range(MOVES))
+
+    def normalisations(self) -> list[nn.Module]:
+        """Return the batch normalisations that use the statistics of the batch, by which rows depend on each other."""
+        return [
+            item for item in self.model.modules() if isinstance(item, _BatchNorm) and _uses_statistics_of_batch(item)
+        ]
+
+
+def _uses_statistics_of_batch(module: _BatchNorm) -> bool:
+    return module.training or module.running_mean is None
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Return the Euclidean distance of two tensors, in float64."""
+    return float((one.double() - other.double()).norm())
+
+
+@torch.no_grad()
+def move_weights(model: nn.Module, seed: int, precision: torch.dtype | None) -> None:
+    """Move every weight to the next larger or smaller number of its type, in random directions.
+
+    With autocast to a lower ``precision``, it is the next number of that type, since smaller moves are rounded away.
+    """
+    for index, parameter in enumerate(model.parameters()):
+        if not parameter.is_floating_point():
+            continue
+        generator = torch.Generator().manual_seed(1000 * seed + index)
+        signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
+        if parameter.dtype in (torch.float32, torch.float64) and precision is None:
+            parameter.copy_(torch.nextafter(parameter, signs.to(parameter.dtype) * torch.inf))
+        else:  # torch.nextafter does not support float16 and bfloat16 on every device
+            parameter.mul_(1 + signs.to(parameter.dtype) * torch.finfo(precision or parameter.dtype).eps)

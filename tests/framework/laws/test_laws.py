@@ -1,0 +1,245 @@
+"""Each law on a small training that breaks it and on one that does not."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from loopscope.errors import UsageError
+from loopscope.laws import Law, LawRegistry, Outcome, Trial, broken, holds
+from loopscope.testing import check_training
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROWS, TIME, FEATURES, CLASSES = 32, 6, 5, 3
+Batch = dict[str, Tensor]
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def _batch() -> Batch:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(1, 11, (ROWS, TIME + 1), generator=generator)
+    mask = torch.arange(TIME)[None] < torch.tensor([6, 3, 4, 2, 6, 5, 3, 4] * 4)[:, None]
+    return {
+        "x": torch.randn(ROWS, FEATURES, generator=generator),
+        "y": torch.randint(0, CLASSES, (ROWS,), generator=generator),
+        "tokens": tokens[:, :-1],
+        "next": tokens[:, 1:],
+        "sequence": torch.randn(ROWS, TIME, FEATURES, generator=generator),
+        "mask": mask,
+    }
+
+
+class Recurrent(nn.Module):
+    """An LSTM whose last state is classified."""
+
+    def __init__(self, *, batch_first: bool) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(FEATURES, 8, batch_first=batch_first), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Attention(nn.Module):
+    """A layer of attention over tokens."""
+
+    def __init__(self, *, is_causal: bool) -> None:
+        super().__init__()
+        self.table, self.head, self.is_causal = nn.Embedding(11, 8), nn.Linear(8, 11), is_causal
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens)
+        return self.head(F.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=self.is_causal))
+
+
+class Pooled(nn.Module):
+    """A mean over positions, with or without the mask."""
+
+    def __init__(self, *, uses_mask: bool) -> None:
+        super().__init__()
+        self.head, self.uses_mask = nn.Linear(FEATURES, CLASSES), uses_mask
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if not self.uses_mask:
+            return self.head(x.mean(1))
+        return self.head((x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+
+class Normalised(nn.Module):
+    """A running mean of the inputs, in a buffer or in an attribute."""
+
+    def __init__(self, *, in_buffer: bool) -> None:
+        super().__init__()
+        self.head = nn.Linear(FEATURES, CLASSES)
+        if in_buffer:
+            self.register_buffer("mean", torch.zeros(FEATURES))
+        else:
+            self.mean = torch.zeros(FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.5)
+        return self.head(x - self.mean)
+
+
+class Listed(nn.Module):
+    """Layers in a list of Python, or in a ModuleList."""
+
+    def __init__(self, *, is_module: bool) -> None:
+        super().__init__()
+        layers = [nn.Linear(FEATURES, FEATURES)]
+        self.layers = nn.ModuleList(layers) if is_module else layers
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+class Positioned(nn.Module):
+    """A code that is added to each row by its position in the batch, or to none."""
+
+    def __init__(self, *, by_row: bool) -> None:
+        super().__init__()
+        self.head, self.by_row = nn.Linear(FEATURES, CLASSES), by_row
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + torch.arange(len(x))[:, None] if self.by_row else x)
+
+
+class Dropped(nn.Module):
+    """Dropout that is also on in eval mode, or not."""
+
+    def __init__(self, *, follows_mode: bool) -> None:
+        super().__init__()
+        self.head, self.follows_mode = nn.Linear(FEATURES, CLASSES), follows_mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.dropout(x, 0.1, training=self.training or not self.follows_mode))
+
+
+class Scaled(nn.Module):
+    """A linear layer whose outputs, or inputs, are multiplied."""
+
+    def __init__(self, *, inputs: float = 1.0, outputs: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.head, self.scales = nn.Linear(FEATURES, CLASSES, dtype=dtype), (inputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x * self.scales[0]).to(self.head.weight.dtype)).float() * self.scales[1]
+
+
+def _classified(name: str = "x") -> Loss:
+    return lambda model, batch: F.cross_entropy(model(batch[name]), batch["y"])
+
+
+def _next_token(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["next"].flatten())
+
+
+def _masked(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["sequence"], batch["mask"]), batch["y"])
+
+
+def _relative(model: nn.Module, batch: Batch) -> Tensor:
+    errors = (model(batch["x"])[:, 0] - batch["x"].sum(1)).square()
+    return (errors / errors.max()).mean()
+
+
+def _square(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch["x"])[:, 0], batch["x"].sum(1))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A training that breaks a law, and one that does not."""
+
+    law: str
+    broken: tuple[Callable[[], nn.Module], Loss]
+    healthy: tuple[Callable[[], nn.Module], Loss]
+
+
+PAIRS = [
+    Pair("rows_do_not_mix", (lambda: Recurrent(batch_first=False), _classified("sequence")),
+         (lambda: Recurrent(batch_first=True), _classified("sequence"))),
+    Pair("future_is_not_seen", (lambda: Attention(is_causal=False), _next_token),
+         (lambda: Attention(is_causal=True), _next_token)),
+    Pair("padding_does_not_matter", (lambda: Pooled(uses_mask=False), _masked),
+         (lambda: Pooled(uses_mask=True), _masked)),
+    Pair("same_pass_same_bits", (lambda: Normalised(in_buffer=False), _classified()),
+         (lambda: Normalised(in_buffer=True), _classified())),
+    Pair("checkpoint_is_complete", (lambda: Normalised(in_buffer=False), _classified()),
+         (lambda: Normalised(in_buffer=True), _classified())),
+    Pair("every_parameter_learns", (lambda: Listed(is_module=False), _classified()),
+         (lambda: Listed(is_module=True), _classified())),
+    Pair("order_does_not_matter", (lambda: Positioned(by_row=True), _classified()),
+         (lambda: Positioned(by_row=False), _classified())),
+    Pair("evaluation_changes_nothing", (lambda: Dropped(follows_mode=False), _classified()),
+         (lambda: Dropped(follows_mode=True), _classified())),
+    Pair("input_matters", (lambda: Scaled(inputs=0.0), _classified()), (Scaled, _classified())),
+    Pair("halves_make_a_whole", (Scaled, _relative), (Scaled, _square)),
+    Pair("loss_starts_at_chance", (lambda: Scaled(outputs=300.0), _classified()), (Scaled, _classified())),
+    Pair("one_batch_can_be_learned", (lambda: Scaled(inputs=0.0), _classified()), (Scaled, _square)),
+    Pair("precision_is_enough", (lambda: Scaled(inputs=1e5, dtype=torch.float16), _classified()),
+         (Scaled, _classified())),
+]  # fmt: skip
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.law)
+def test_law_is_broken_and_holds(pair: Pair) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(AssertionError, match=pair.law):
+        check_training(pair.broken[0](), pair.broken[1], _batch(), laws=[pair.law])
+    torch.manual_seed(0)
+    check_training(pair.healthy[0](), pair.healthy[1], _batch(), laws=[pair.law])
+
+
+def test_every_law_without_ranks_has_a_pair() -> None:
+    elsewhere = {"ranks_agree", "micro_batches_add_up"}
+    check_training(Scaled(), _classified(), _batch(), laws=["input_matters"])  # registers the laws
+    assert {law.name for law in LawRegistry if law.__module__.startswith("loopscope.")} == elsewhere | {
+        pair.law for pair in PAIRS
+    }
+
+
+def test_check_leaves_training_as_it_was() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, CLASSES))
+    optimizer = torch.optim.Adam(model.parameters())
+    before = {name: item.clone() for name, item in model.state_dict().items()}
+    state = torch.get_rng_state()
+    check_training(model, _classified(), _batch(), optimizer=optimizer)
+    assert all(torch.equal(item, before[name]) for name, item in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert not optimizer.state
+    assert all(item.grad is None for item in model.parameters())
+
+
+def test_unknown_law_is_refused() -> None:
+    with pytest.raises(UsageError, match="rows_do_not_mix"):
+        check_training(Scaled(), _classified(), _batch(), laws=["rows_do_not_mx"])
+
+
+def test_own_law_is_tried() -> None:
+    class SmallOutputs(Law):
+        """Compare the outputs with 10."""
+
+        name = "small_outputs"
+        statement = "outputs are below 10"
+        remedy = "scale the outputs"
+
+        def check(self, trial: Trial) -> Outcome:
+            """Look at the outputs."""
+            largest = float(trial.evaluate(needs_loss=False).outputs[0].max())
+            return holds() if largest < 10 else broken(f"an output is {largest:.1f}")
+
+    LawRegistry.register(SmallOutputs)
+    try:
+        with pytest.raises(AssertionError, match="outputs are below 10: an output is"):
+            check_training(Scaled(outputs=1000.0), _classified(), _batch(), laws=["small_outputs"])
+    finally:
+        LawRegistry.unregister("small_outputs")
