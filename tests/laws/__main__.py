@@ -1,0 +1,93 @@
+"""``python -m tests.laws [PATTERN ...]``: run ``loopscope check`` on the cases, and print what each shows.
+
+A case is a script with a header: ``law``, the law that it breaks or ``none``, and ``also``, laws that it breaks, too.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+CASES = Path(__file__).parent / "cases"
+LIMIT = 400
+"""Seconds for a case."""
+SAME = {"halves_make_a_whole": "micro_batches_add_up"}
+"""Laws that were one when the cases were written."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training, and the laws that it breaks."""
+
+    path: Path
+    law: str
+    also: frozenset[str]
+
+    @classmethod
+    def read(cls, path: Path) -> "Case":
+        """Read the header of a script."""
+        text = path.read_text(encoding="utf-8")
+        fields = dict(re.findall(r"^# (law|also): ?(.*)$", text, re.MULTILINE))
+        return cls(path, fields["law"], frozenset(filter(None, map(str.strip, fields["also"].split(",")))))
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the training breaks no law."""
+        return self.law == "none"
+
+    def command(self) -> list[str]:
+        """Return the command of the training."""
+        folder = Path(sys.executable).parent
+        text = self.path.read_text(encoding="utf-8")
+        is_launched = "init_process_group" in text and "spawn" not in text
+        launcher = [str(folder / "torchrun"), "--nproc-per-node", "2"] if is_launched else [sys.executable]
+        return [str(folder / "loopscope"), "check", "--json", "--", *launcher, str(self.path)]
+
+    def broken(self, folder: Path | None = None) -> dict[str, str] | None:
+        """Return the laws that are found broken, with their evidence; ``None`` if no law could be tried."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        result = subprocess.run(
+            self.command(), capture_output=True, text=True, timeout=LIMIT, env=environment, cwd=folder, check=False
+        )
+        if not result.stdout.startswith("{"):
+            return None
+        laws = json.loads(result.stdout)["laws"]
+        return {law["law"]: law.get("evidence", "") for law in laws if law["verdict"] == "broken"}
+
+    def is_right(self, broken: dict[str, str] | None) -> bool:
+        """Return whether a broken law is named, or none of a healthy training."""
+        if self.is_healthy:
+            return not set(broken or ()) - self.also
+        return broken is not None and not {self.law, SAME.get(self.law, self.law)}.isdisjoint(broken)
+
+
+def cases(patterns: Sequence[str] = ("*",)) -> list[Case]:
+    """Return the cases whose names match a pattern."""
+    paths = sorted(CASES.glob("*.py"))
+    return [Case.read(path) for path in paths if any(fnmatch(path.stem, pattern) for pattern in patterns)]
+
+
+def main(patterns: Sequence[str]) -> None:
+    """Run the cases and print a line for each."""
+    counts = {True: [0, 0], False: [0, 0]}
+    for case in cases(patterns or ("*",)):
+        broken = case.broken()
+        is_right = case.is_right(broken)
+        counts[case.is_healthy][0] += is_right
+        counts[case.is_healthy][1] += 1
+        found = "no law tried" if broken is None else ", ".join(broken) or "no law broken"
+        sys.stdout.write(f"{'right' if is_right else 'WRONG'}  {case.path.stem}: {found}\n")
+        sys.stdout.flush()
+    sys.stdout.write(
+        f"{counts[False][0]} of {counts[False][1]} broken laws named, {counts[True][0]} of {counts[True][1]} right "
+        "trainings without a broken law\n"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
