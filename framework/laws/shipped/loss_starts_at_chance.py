@@ -69,7 +69,7 @@ class LossStartsAtChance(Law):
             return loss.detach()
 
         with trial.branch(), torch.enable_grad():
-            optimizer.step(closure)
+            optimizer.step(closure)  # type: ignore[no-untyped-call]
         # Without a minimum, as for log-probabilities that are not normalised, the loss falls without end.
         slope = float(constant.grad.norm()) if constant.grad is not None else 0.0
         is_bounded = min(losses) > 0 and slope < 0.1 * abs(losses[0])
