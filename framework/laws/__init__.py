@@ -3,8 +3,7 @@
 from .law import Law, LawRegistry, Outcome, Verdict, broken, holds, not_checked
 from .recording import Recording
 from .rows import Layout, Rows
-from .session import LawCheck, as_content
-from .training_watch import TrainingWatch
+from .session import LawCheck
 from .trial import Evaluation, Trial, distance
 
 __all__ = [
@@ -16,10 +15,8 @@ __all__ = [
     "Outcome",
     "Recording",
     "Rows",
-    "TrainingWatch",
     "Trial",
     "Verdict",
-    "as_content",
     "broken",
     "distance",
     "holds",

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
+from loopscope.cli.check import check_parser
 from loopscope.cli.options import config_of, parse_run, run_options, without_dots
 from loopscope.cli.rewind import rewind_parser
 from loopscope.cli.verify import verify_parser
@@ -25,6 +26,7 @@ from loopscope.lowbit.casts import FormatRegistry, RuleRegistry
 from tests.docs.markdown import ROOT, Block, blocks
 
 FILLED = (experiments, sinks, training_hooks)
+STARTING = {"watch": watch_parser, "check": check_parser}
 REPEATING = {"rewind": rewind_parser, "verify": verify_parser}
 REGISTRIES = (ExperimentRegistry, HookRegistry, SinkRegistry, FormatRegistry, RuleRegistry)
 SMALL = {
@@ -66,14 +68,14 @@ def status_of(command: Callable[[], Any]) -> int:
 
 
 def is_of_watched_runs(words: Sequence[str]) -> bool:
-    """Return whether a command watches a training, which replaces this process, or repeats a watched one."""
-    return words[0] == "watch" or (words[0] in REPEATING and words[1].startswith("loopscope-runs/"))
+    """Return whether a command starts a training in another process: watches or checks it, or repeats a watched one."""
+    return words[0] in STARTING or (words[0] in REPEATING and words[1].startswith("loopscope-runs/"))
 
 
 def parse_of_watched_runs(words: Sequence[str]) -> int:
     """Parse such a command, and return its status."""
-    if words[0] == "watch":
-        return int(not watch_parser().parse_args(words[1:]).command)
+    if words[0] in STARTING:
+        return int(not STARTING[words[0]]().parse_args(words[1:]).command)
     return int(not REPEATING[words[0]]().parse(without_dots(words[1:])))
 
 
