@@ -58,7 +58,11 @@ def check_training(
 
     recording = Recording(streams)
     is_recording = True
-    with branch(), recording.recording(model, lambda: is_recording):
+
+    def is_active() -> bool:
+        return is_recording
+
+    with branch(), recording.recording(model, is_active):
         for number in range(1, STEPS + 1):
             optimizer.zero_grad()
             value = loss(model, batch)

@@ -13,9 +13,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from .watch import problem_of, watched_environment, without_dashes
+from .watch import CommandOfOthers, positive_count, problem_of, refused_command, watched_environment, without_dashes
 
 USAGE = """loopscope check [--laws NAMES] [--batches N] [--continue] [--json] [--] COMMAND ...
        loopscope check [OPTIONS] EXPERIMENT
@@ -37,29 +37,18 @@ LONGEST = 3600.0
 """Seconds after which a training that has made no step is ended."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Print one sentence, and exit with status 2."""
-        raise SystemExit(_refused(f"{message}; see loopscope check --help."))
-
-
-def _refused(sentence: str, status: int = 2) -> int:
-    sys.stderr.write(f"loopscope: {sentence}\n")
-    return status
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return int(text)
-
-
 def check_parser() -> argparse.ArgumentParser:
     """Build the parser of ``loopscope check``."""
-    parser = _Parser("loopscope check", usage=USAGE, add_help=False, allow_abbrev=False)
+    parser = CommandOfOthers("loopscope check", usage=USAGE, add_help=False, allow_abbrev=False)
     add = parser.add_argument
     add("--laws", metavar="NAMES", help="the laws to try, separated by commas (all)")
-    add("--batches", metavar="N", type=_count, default=2, help="batches on which they are tried: steps 1, 5, 9, … (2)")
+    add(
+        "--batches",
+        metavar="N",
+        type=positive_count,
+        default=2,
+        help="batches on which they are tried: steps 1, 5, 9, … (2)",
+    )
     add("--continue", dest="continues", action="store_true", help="let the command continue after the check")
     add("--json", action="store_true", help="write one JSON object of at most 4 kB")
     add("--help", "-h", action="help", help="show this text and exit")
@@ -72,14 +61,16 @@ def check(words: Sequence[str]) -> int:
     given = check_parser().parse_args(words)
     command = without_dashes(given.command)
     if not command:
-        return _refused("check needs the command of a training, or an experiment: loopscope check python train.py.")
+        return refused_command(
+            "check needs the command of a training, or an experiment: loopscope check python train.py."
+        )
     names = [name.strip().replace("-", "_") for name in (given.laws or "").split(",") if name.strip()]
     if names and (sentence := _unknown_law(names)):
-        return _refused(sentence)
+        return refused_command(sentence)
     steps = [1 + EVERY * index for index in range(given.batches)]
     experiment = _experiment(command)
     if experiment is None and (problem := problem_of(command, "check")):
-        return _refused(*problem)
+        return refused_command(*problem)
     with tempfile.TemporaryDirectory(prefix="loopscope-check-") as folder:
         out = Path(folder, "run")
         if experiment is None:
@@ -170,7 +161,9 @@ def _show(content: Mapping[str, Any], given: argparse.Namespace, status: int) ->
     """Show the results, and return the exit status."""
     if not content or not content["tried"]:
         after = f"the command ended with status {status} before its first step" if status else "it made no step"
-        return _refused(f"No law was tried, since {after}: check a command that trains with an optimizer of torch.")
+        return refused_command(
+            f"No law was tried, since {after}: check a command that trains with an optimizer of torch."
+        )
     laws = content["laws"]
     if given.json:
         sys.stdout.write(f"{_bounded(content)}\n")
@@ -181,8 +174,8 @@ def _show(content: Mapping[str, Any], given: argparse.Namespace, status: int) ->
 
 def _bounded(content: Mapping[str, Any], most: int = 4096) -> str:
     """Return the results as JSON of limited size: broken laws first, and reasons only as long as they fit."""
-    order = {"broken": 0, "not checked": 1, "holds": 2}
-    laws = sorted(content["laws"], key=lambda law: order[law["verdict"]])
+    order = ("broken", "not checked", "holds")
+    laws = _sorted(content["laws"], order)
     result = {"schema": 1, **{name: content[name] for name in order}, "laws": laws}
     for length in (400, 200, 100, 40, 0):
         short = [
@@ -199,6 +192,11 @@ def _bounded(content: Mapping[str, Any], most: int = 4096) -> str:
     return json.dumps({name: result[name] for name in ("schema", *order)})
 
 
+def _sorted(laws: Sequence[Mapping[str, Any]], verdicts: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return the laws in the order of their verdicts."""
+    return [law for verdict in verdicts for law in laws if law["verdict"] == verdict]
+
+
 def _write_table(laws: Sequence[Mapping[str, Any]]) -> None:
     """Write one line for each law, and below a broken one its evidence and its remedy."""
     from rich.console import Console
@@ -210,7 +208,7 @@ def _write_table(laws: Sequence[Mapping[str, Any]]) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     styles = {"holds": "green", "broken": "bold red", "not checked": "dim"}
-    for law in sorted(laws, key=lambda item: ("broken", "holds", "not checked").index(item["verdict"])):
+    for law in _sorted(laws, ("broken", "holds", "not checked")):
         verdict = law["verdict"]
         text = Text(law["statement"])
         if evidence := law.get("evidence"):

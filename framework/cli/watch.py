@@ -34,42 +34,46 @@ the Trainers of Hugging Face and Lightning, also in processes that the command s
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandOfOthers(argparse.ArgumentParser):
+    """The parser of a command that starts a command of others, whose options it leaves alone."""
+
     def error(self, message: str) -> NoReturn:
         """Print one sentence, and exit with status 2."""
-        raise SystemExit(_refused(f"{message}; see loopscope watch --help."))
+        raise SystemExit(refused_command(f"{message}; see {self.prog} --help."))
 
 
-def _refused(sentence: str, status: int = 2) -> int:
+def refused_command(sentence: str, status: int = 2) -> int:
+    """Print a sentence, and return the exit status."""
     sys.stderr.write(f"loopscope: {sentence}\n")
     return status
 
 
-def _count(text: str) -> int:
+def positive_count(text: str) -> int:
+    """Return a number of at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
 def _count_from_zero(text: str) -> int:
-    return 0 if text == "0" else _count(text)
+    return 0 if text == "0" else positive_count(text)
 
 
 def watch_parser() -> argparse.ArgumentParser:
     """Build the parser of ``loopscope watch``."""
-    parser = _Parser("loopscope watch", usage=USAGE, add_help=False, allow_abbrev=False)
+    parser = CommandOfOthers("loopscope watch", usage=USAGE, add_help=False, allow_abbrev=False)
     add = parser.add_argument
     add("--with-hooks", metavar="GROUP", choices=GROUPS, help=f"hooks of a group: {', '.join(GROUPS)} (health)")
     add("--hooks", metavar="NAME", nargs="+", help="hooks by name; put -- before the command")
     add("--out", metavar="DIR", help="the folder of the run (loopscope-runs/run_N)")
     add("--overwrite", action="store_true", help="replace a run in that folder")
     add("--loop", choices=("step", "epoch"), help=argparse.SUPPRESS)
-    add("--log-every", metavar="N", type=_count, help="steps between two deliveries of metrics (100)")
+    add("--log-every", metavar="N", type=positive_count, help="steps between two deliveries of metrics (100)")
     every = "steps between two digests of the training state, 0 for none (1, 10, 100, every 1,000 steps, the last)"
     add("--digest-every", metavar="N", type=_count_from_zero, help=every)
     add("--display", choices=("brief", "normal", "verbose", "silent", "none"), help="what is shown (brief)")
     add("--audit", action="store_true", help="compare every byte of the training before and after every hook")
-    add("--stop-after", metavar="N", type=_count, help="end the command after N steps, with status 0")
+    add("--stop-after", metavar="N", type=positive_count, help="end the command after N steps, with status 0")
     add("--stop-on", choices=("critical", "nonfinite"), help="end the command at such a finding, with status 3")
     add("--seed", metavar="K", type=int, help="add K to every seed that the script sets")
     add("--help", "-h", action="help", help="show this text and exit")
@@ -82,7 +86,7 @@ def watch(words: Sequence[str]) -> int:
     given = vars(watch_parser().parse_args(words))
     command = without_dashes(given.pop("command"))
     if problem := problem_of(command, "watch"):
-        return _refused(*problem)
+        return refused_command(*problem)
     seed = given.pop("seed")
     options = {name: value for name, value in given.items() if value is not None and value is not False}
     if not {"hooks", "with_hooks"} & options.keys():

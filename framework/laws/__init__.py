@@ -1,8 +1,7 @@
 """Laws that every training obeys, tried on its first steps: the recording of a step, trials, and the laws."""
 
-from .law import Law, LawRegistry, Outcome, Verdict, broken, holds, not_checked
+from .law import Law, LawRegistry, Outcome, broken, holds, not_checked
 from .recording import Recording
-from .rows import Layout, Rows
 from .session import LawCheck
 from .trial import Evaluation, Trial, distance
 
@@ -11,12 +10,9 @@ __all__ = [
     "Law",
     "LawCheck",
     "LawRegistry",
-    "Layout",
     "Outcome",
     "Recording",
-    "Rows",
     "Trial",
-    "Verdict",
     "broken",
     "distance",
     "holds",

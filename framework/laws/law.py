@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .trial import Trial
 
 
-class Verdict(Enum):
+class LawVerdict(Enum):
     """The result of a law at a step."""
 
     HOLDS = "holds"
@@ -25,7 +25,7 @@ class Verdict(Enum):
 class Outcome:
     """A verdict with its evidence."""
 
-    verdict: Verdict
+    verdict: LawVerdict
     evidence: str = ""
     """One sentence with numbers, or why the law was not checked."""
     subjects: frozenset[str] = field(default_factory=frozenset)
@@ -34,17 +34,17 @@ class Outcome:
 
 def holds(evidence: str = "") -> Outcome:
     """Return that the law holds, perhaps with a declared exception."""
-    return Outcome(Verdict.HOLDS, evidence)
+    return Outcome(LawVerdict.HOLDS, evidence)
 
 
 def broken(evidence: str, subjects: Iterable[str] = ()) -> Outcome:
     """Return that the law is broken, with a counterexample."""
-    return Outcome(Verdict.BROKEN, evidence, frozenset(subjects))
+    return Outcome(LawVerdict.BROKEN, evidence, frozenset(subjects))
 
 
 def not_checked(reason: str) -> Outcome:
     """Return that the law does not apply, or cannot be decided."""
-    return Outcome(Verdict.NOT_CHECKED, reason)
+    return Outcome(LawVerdict.NOT_CHECKED, reason)
 
 
 class Law(ABC):

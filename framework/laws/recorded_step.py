@@ -36,7 +36,7 @@ class Value:
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """A call of a function of torch, or a pass of a module, with constants and values in place of tensors."""
 
     function: Callable[..., Any]
@@ -74,7 +74,7 @@ class Replay:
 class RecordedStep:
     """Passes and calls of one micro-batch, from the arguments of the model to the loss."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     constants: list[Tensor] = field(default_factory=list)
     """The tensors that the step does not compute: inputs, targets, masks, weights of classes."""
     streams: Any = None
@@ -93,7 +93,7 @@ class RecordedStep:
     """Why the step cannot be replayed."""
 
     @property
-    def passes(self) -> list[Call]:
+    def passes(self) -> list[RecordedCall]:
         """The passes of the model."""
         return [call for call in self.calls if call.is_pass]
 
@@ -112,11 +112,11 @@ class RecordedStep:
         return {item.index for item in items if isinstance(item, Constant)}
 
     @staticmethod
-    def items_of(call: Call) -> list[Any]:
+    def items_of(call: RecordedCall) -> list[Any]:
         """Return the arguments of a call, without their containers."""
         return _items(call.arguments)
 
-    def _constants_of(self, calls: Sequence[Call]) -> set[int]:
+    def _constants_of(self, calls: Sequence[RecordedCall]) -> set[int]:
         return {item.index for call in calls for item in _items(call.arguments) if isinstance(item, Constant)}
 
     def replay(
@@ -240,7 +240,7 @@ class StepRecorder(TorchFunctionMode):
         copies = [_copy(tensor) for tensor in tensors_within(output)]
         results = self._results(output)
         self._step.outputs.update(zip(results, copies, strict=True))
-        call = Call(module, arguments, results, _autocast(), torch.is_grad_enabled(), is_pass=True)
+        call = RecordedCall(module, arguments, results, _autocast(), torch.is_grad_enabled(), is_pass=True)
         self._step.calls.append(call)
 
     def end_step(self, roots: Sequence[Tensor]) -> None:
@@ -292,7 +292,9 @@ class StepRecorder(TorchFunctionMode):
         arguments = self._noted(func, name, args, options)
         result = func(*args, **options)
         if arguments is not None and self._step is not None and (tensors_within(result) or name == "__setitem__"):
-            self._step.calls.append(Call(func, arguments, self._results(result), _autocast(), torch.is_grad_enabled()))
+            self._step.calls.append(
+                RecordedCall(func, arguments, self._results(result), _autocast(), torch.is_grad_enabled())
+            )
         return result
 
     def _noted(self, func: Any, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:

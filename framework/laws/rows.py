@@ -17,7 +17,7 @@ class UndecidedError(Exception):
     """A law cannot be decided at this step; the message says why."""
 
 
-class Layout(Enum):
+class RowLayout(Enum):
     """Where a tensor has the entries of its rows."""
 
     FIRST = "dimension 0"
@@ -37,7 +37,7 @@ class Rows:
     """The dimension of the inputs that is the batch."""
     is_certain: bool
     """Whether a data loader or the targets show the dimension."""
-    layouts: Mapping[int, Layout]
+    layouts: Mapping[int, RowLayout]
     """The constants with entries for rows, by index."""
 
     @classmethod
@@ -62,16 +62,16 @@ class Rows:
                 layouts[index] = layout
         return cls(count, dimension, is_certain, layouts)
 
-    def reordered(self, tensor: Tensor, layout: Layout, order: Tensor) -> Tensor:
+    def reordered(self, tensor: Tensor, layout: RowLayout, order: Tensor) -> Tensor:
         """Return a tensor with its rows in another order, some perhaps repeated."""
         order = order.to(tensor.device)
-        if layout is Layout.SECOND:
+        if layout is RowLayout.SECOND:
             return tensor[:, order]
-        if layout is Layout.PAIRS:
+        if layout is RowLayout.PAIRS:
             return tensor[order][:, order]
-        if layout is Layout.FLAT:
+        if layout is RowLayout.FLAT:
             return tensor.reshape(self.count, -1, *tensor.shape[1:])[order].reshape(tensor.shape)
-        if layout in (Layout.COPIES, Layout.FLAT_SECOND):
+        if layout in (RowLayout.COPIES, RowLayout.FLAT_SECOND):
             return tensor.reshape(-1, self.count, *tensor.shape[1:])[:, order].reshape(tensor.shape)
         return tensor[order]
 
@@ -110,26 +110,26 @@ def _dimension(step: RecordedStep, inputs: Mapping[int, Tensor], model: nn.Modul
 
 def _layout(
     tensor: Tensor, count: int, dimension: int, step: RecordedStep, inputs: Mapping[int, Tensor], *, is_input: bool
-) -> Layout | None:
+) -> RowLayout | None:
     """Return where a constant has entries for rows; ``None`` if it has none."""
     if not tensor.ndim or isinstance(tensor, nn.Parameter) or _are_positions(tensor, count):
         return None
     length = len(tensor)
     if is_input or tensor.shape[:2] == next(iter(inputs.values())).shape[:2]:
         if tensor.ndim > dimension and tensor.shape[dimension] == count:
-            return Layout.SECOND if dimension else Layout.FIRST
+            return RowLayout.SECOND if dimension else RowLayout.FIRST
         if is_input:
             return None
     if tensor.shape[:2] == (count, count):
-        return Layout.PAIRS
+        return RowLayout.PAIRS
     if length == count:
-        return Layout.FIRST
+        return RowLayout.FIRST
     if not length or length % count:
         return None
     entries = length // count
     if entries in _entries_per_row(step, inputs, count, dimension):
-        return Layout.FLAT_SECOND if dimension else Layout.FLAT
-    return Layout.COPIES if entries <= max(2, len(step.passes)) else None
+        return RowLayout.FLAT_SECOND if dimension else RowLayout.FLAT
+    return RowLayout.COPIES if entries <= max(2, len(step.passes)) else None
 
 
 def _entries_per_row(step: RecordedStep, inputs: Mapping[int, Tensor], count: int, dimension: int) -> set[int]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import require, unknown, with_lines
-from .law import Law, LawRegistry, Outcome, Verdict, not_checked
+from .law import Law, LawRegistry, LawVerdict, Outcome, not_checked
 from .rows import UndecidedError
 from .trial import Trial
 
@@ -69,21 +69,23 @@ class LawCheck:
         result: dict[str, Any] = {"law": law.name, "statement": law.statement, "verdict": outcome.verdict.value}
         if outcome.evidence:
             result["evidence"] = outcome.evidence
-        if outcome.verdict is Verdict.BROKEN:
+        if outcome.verdict is LawVerdict.BROKEN:
             result |= {"step": step, "remedy": law.remedy}
         return result
 
 
 def _combined(law: Law, outcomes: Sequence[tuple[int, Outcome]]) -> tuple[int, Outcome]:
     """Return the outcome that counts, with its step."""
-    decided = [item for item in outcomes if item[1].verdict is not Verdict.NOT_CHECKED]
+    decided = [item for item in outcomes if item[1].verdict is not LawVerdict.NOT_CHECKED]
     if not decided:
         return next((item for item in outcomes if item[1].evidence), (0, not_checked("it needs another step")))
-    violations = [item for item in decided if item[1].verdict is Verdict.BROKEN]
+    violations = [item for item in decided if item[1].verdict is LawVerdict.BROKEN]
     if law.is_persistent:
         common = frozenset.intersection(*[outcome.subjects for _, outcome in decided])
         if len(violations) < len(decided) or not common:
-            return next((item for item in decided if item not in violations), (decided[-1][0], Outcome(Verdict.HOLDS)))
+            return next(
+                (item for item in decided if item not in violations), (decided[-1][0], Outcome(LawVerdict.HOLDS))
+            )
         return violations[-1]
     return violations[0] if violations else decided[-1]
 
@@ -100,7 +102,7 @@ def _outcome(law: Law, trial: Trial) -> Outcome:
 
 def as_content(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the results as JSON, with the number of laws for each verdict."""
-    counts = {verdict.value: 0 for verdict in Verdict}
+    counts = {verdict.value: 0 for verdict in LawVerdict}
     for result in results:
         counts[str(result["verdict"])] += 1
     return {**counts, "laws": list(results)}

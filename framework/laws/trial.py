@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..state import RandomStreams
 from ..tensors import trainable
 from .recorded_step import Constant, RecordedStep
-from .rows import Layout, Rows, UndecidedError
+from .rows import RowLayout, Rows, UndecidedError
 from .values import leaves_by_name
 
 MOVES = 6
@@ -137,7 +137,7 @@ class Trial:
             raise UndecidedError("the micro-batches have different calls")
         changed = {}
         for index, layout in self.layout.layouts.items():
-            if layout is not Layout.FIRST and layout is not Layout.FLAT:
+            if layout is not RowLayout.FIRST and layout is not RowLayout.FLAT:
                 raise UndecidedError("the rows of the micro-batches cannot be joined")
             parts = [step.constants[index] for step in steps]
             if len({part.shape[1:] for part in parts}) > 1:
@@ -239,9 +239,9 @@ class Trial:
     @cached_property
     def gradient_noise(self) -> float:
         """The largest distance by which the smallest steps of all weights change :meth:`gradient`."""
-        return self.noise(
-            lambda seed: self.evaluate(gradients=True, train=False, move=seed).joint_gradient(), self.gradient()
-        )
+        exact = self.gradient()
+        moved = (self.evaluate(gradients=True, train=False, move=seed) for seed in range(MOVES))
+        return max(distance(item.joint_gradient(), exact) for item in moved)
 
     def is_noise(self, difference: float, *, gradients: int = 1) -> bool:
         """Return whether rounding explains a difference of gradients, each of them the sum of ``gradients``."""
@@ -261,14 +261,9 @@ class Trial:
                     largest[position] = max(largest[position], difference)
         return largest
 
-    def noise(self, measure: Callable[[int], Tensor], exact: Tensor) -> float:
-        """Return the largest distance by which weights moved by rounding change a measurement.
-
-        Args:
-            measure: returns the measurement for moved weights, given the ``move`` of :meth:`evaluate`.
-            exact: the measurement at the weights themselves.
-        """
-        return max(distance(measure(seed), exact) for seed in range(MOVES))
+    def loss_noise(self, exact: Tensor) -> float:
+        """Return the largest distance by which the smallest steps of all weights change the loss in eval mode."""
+        return max(distance(self.evaluate(move=seed, train=False).loss, exact) for seed in range(MOVES))
 
     def normalisations(self) -> list[nn.Module]:
         """Return the batch normalisations that use the statistics of the batch, by which rows depend on each other."""

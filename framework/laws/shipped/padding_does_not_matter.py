@@ -41,7 +41,7 @@ class PaddingDoesNotMatter(Law):
                 size = float((one.double() - two.double()).abs().max())
                 return self._judged(trial, size, f"an output changes by {size:.1e}", one, None)
         if not trial.step.problem and (difference := distance(before.loss, after.loss)):
-            noise = trial.noise(lambda seed: trial.evaluate(move=seed, train=False).loss, before.loss)
+            noise = trial.loss_noise(before.loss)
             if difference > TIMES_NOISE * noise:
                 return broken(f"the loss changes by {difference:.1e} with the content of padded positions")
         return holds()
