@@ -35,6 +35,8 @@ class OneBatchCanBeLearned(Law):
         """Compare the loss before and after the steps."""
         trial.loss_step()
         same, floor = self._without_inputs(trial), self._floor(trial)
+        if floor == -math.inf:
+            return not_checked("the loss has no lower bound, such as that of a policy gradient")
         sentences = []
         for count, rate in ((FEW, RATES[0]), (MANY, RATES[0]), (MANY, RATES[1])):
             first, last, made = self._train(trial, None, count, rate)
@@ -58,7 +60,7 @@ class OneBatchCanBeLearned(Law):
     def _floor(self, trial: Trial) -> float:
         """Return the loss that outputs reach which are free to take any values, as a bound of what can be learned.
 
-        It is that of the outputs themselves if the loss depends on other parameters or on nothing else.
+        It is infinite if the loss is an output itself, and minus infinite if it falls without end.
         """
         step = trial.step
         free = {
@@ -78,7 +80,7 @@ class OneBatchCanBeLearned(Law):
                     leaf.grad = gradient
                 optimizer.step()
         is_falling = losses[-MANY // 4] - losses[-1] > 0.05 * abs(losses[1])  # perhaps without end
-        return float("inf") if is_falling else min(losses)
+        return -float("inf") if is_falling else min(losses)
 
     def _without_inputs(self, trial: Trial) -> dict[int, Tensor] | None:
         """Return the inputs of one row for all rows, if rows have separate targets."""
