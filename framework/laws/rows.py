@@ -119,7 +119,9 @@ def _layout(
         if tensor.ndim > dimension and tensor.shape[dimension] == count:
             return RowLayout.SECOND if dimension else RowLayout.FIRST
         if is_input:
-            return None
+            # The state of a recurrent layer has layers first, then rows.
+            is_state = tensor.ndim == 3 and tensor.shape[1] == count != tensor.shape[2]
+            return RowLayout.SECOND if is_state else None
     if tensor.shape[:2] == (count, count):
         return RowLayout.PAIRS
     if length == count:
