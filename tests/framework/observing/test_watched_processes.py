@@ -140,6 +140,7 @@ def test_long_training_of_a_copy_is_recorded(watched: Watched) -> None:
     assert not outer.state
 
 
+@pytest.mark.longer
 def test_training_of_a_part_has_the_part(watched: Watched) -> None:
     """The actor of a policy has a separate optimizer; its layers are called, not the actor itself."""
     actor, critic = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)) for _ in range(2))

@@ -27,6 +27,7 @@ def test_product_spectrum_matches_formed_matrix(rank, rows, columns, seed):
     np.testing.assert_allclose(formed[:, found.shape[1] :], 0, atol=1e-12 * formed.max())
 
 
+@pytest.mark.longer
 @settings(deadline=None, max_examples=40)
 @given(sizes, sizes, st.integers(0, 99))
 def test_copying_score_matches_formed_matrix(width, value_dim, seed):
