@@ -33,8 +33,6 @@ EVERY = 4
 FILE = "laws.json"
 ALONE = "LOOPSCOPE_WATCH_ALONE"
 """The variable with which ranks that a model does not show are attached one by one."""
-LONGEST = 3600.0
-"""Seconds after which a training that has made no step is ended."""
 
 
 def check_parser() -> argparse.ArgumentParser:

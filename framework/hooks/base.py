@@ -187,8 +187,8 @@ class TrainingHook(Remembering, ABC):
     in_health: ClassVar[bool] = False
     """The hook is in the group ``health``: cheap hooks that detect what goes wrong in any training."""
     is_finished: bool = False
-    """Whether the training has shown what the hook was made for: a custom loop then ends between two steps, with
-    status 0."""
+    """Whether the training has shown what the hook was made for. A class that overrides this by a property ends a
+    custom loop between two steps, with status 0, once it is true for all hooks with such a class."""
     always: ClassVar[bool] = False
     """The hook is active, and comes first, if any other hook or a sink that keeps metrics is active."""
     metrics: ClassVar[str] = ""

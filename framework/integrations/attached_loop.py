@@ -510,7 +510,7 @@ class AttachedLoop:
 
     @cached_property
     def _hooks_that_finish(self) -> list[TrainingHook]:
-        return [hook for hook in self.manager.hooks if "is_finished" in vars(type(hook))]
+        return [hook for hook in self.manager.hooks if type(hook).is_finished is not TrainingHook.is_finished]
 
     def report_numbers(self, numbers: Mapping[str, Any], *, evaluates: bool = True) -> None:
         """Record numbers that the script reports, at the newest step.

@@ -142,6 +142,10 @@ class Laws(DebugInterventionHook):
             self._idle -= learning
             self._waits = max(0, self._waits - 1)
             self._write("parameters without a gradient")
+        if self._has_seen_all():  # a training that continues pays no longer
+            self._judge_updates()
+            self._write("end")
+            self._watch.stop()
 
     def _judge_updates(self) -> None:
         """Add parameters that no update of the training has changed, to those that its gradients show."""
@@ -163,9 +167,12 @@ class Laws(DebugInterventionHook):
     @property
     def is_finished(self) -> bool:  # type: ignore[override]
         """Whether a custom loop may end."""
-        if self.continues or self._end is None:
+        return not self.continues and self._has_seen_all()
+
+    def _has_seen_all(self) -> bool:
+        """Return whether all laws were tried, and the waits for an evaluation and for gradients have ended."""
+        if self._end is None:
             return False
-        self._judge_updates()
         is_evaluated = EVALUATION not in self._check or self._watch.is_decided
         return (is_evaluated and not (self._idle and self._waits)) or time.monotonic() > self._end
 

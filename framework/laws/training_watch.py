@@ -1,4 +1,4 @@
-"""What laws need to know of the training between their tries: its first evaluation, and its updates."""
+"""The first evaluation and the updates of a training, watched between the tries of laws."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,7 +50,7 @@ class TrainingWatch(PassiveListener, Transient):
         self._usually_has_gradients = False
         self._newest: _Moment | None = None
         """The start of the newest pass with gradients."""
-        self.is_decided = False
+        self.is_decided = self._is_stopped = False
 
     @contextmanager
     def recording(self, model: nn.Module, is_active: Callable[[], bool]) -> Iterator[None]:
@@ -71,7 +71,7 @@ class TrainingWatch(PassiveListener, Transient):
                     handle.remove()
 
     def _before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if module is not self._model or not self._is_active():
+        if module is not self._model or not self._is_watching():
             return
         if torch.is_grad_enabled():
             self._newest = _Moment(self._modes(), self._changes(), self._has_gradients(), torch.initial_seed())
@@ -79,14 +79,15 @@ class TrainingWatch(PassiveListener, Transient):
             self._has_evaluated = True
 
     def _after_update(self, *_: Any) -> None:
-        if not self._is_active():
+        if not self._is_watching():
             return
-        self._on_update(self._model, self._changes() if self._copies else set())
-        self._copies = {name: item.detach().clone() for name, item in self._tensors().items()}
+        self._on_update(self._model, self._changes())
+        if not self._is_stopped:
+            self._copies = {name: item.detach().clone() for name, item in self._tensors().items()}
 
     def before_backward(self, roots: Sequence[Tensor]) -> None:
         """Compare the state at the start of the newest pass, which was one of the training."""
-        if self._newest is None or not self._is_active():
+        if self._newest is None or not self._is_watching():
             return
         now, self._newest = self._newest, None
         if self._last is not None and self._has_evaluated and self._copies and not self.is_decided:
@@ -95,6 +96,13 @@ class TrainingWatch(PassiveListener, Transient):
         self._usually_changed |= now.changes
         self._usually_has_gradients |= now.has_gradients
         self._last = now
+
+    def stop(self) -> None:
+        """Watch no longer, and free the copies."""
+        self._is_stopped, self._copies, self._newest = True, {}, None
+
+    def _is_watching(self) -> bool:
+        return not self._is_stopped and self._is_active()
 
     def _problems(self, last: "_Moment", now: "_Moment") -> list[str]:
         """Return what an evaluation between two training passes has changed."""

@@ -32,9 +32,8 @@ class CheckpointIsComplete(Law):
                 self._earlier = deepcopy(trial.model)
             return not_checked("")
         earlier.load_state_dict(trial.model.state_dict())
-        with trial.branch():
-            for module in earlier.modules():
-                module.training = False
+        for module in earlier.modules():
+            module.training = False
         pairs = dict(zip(trial.model.modules(), earlier.modules(), strict=True))
         loaded = trial.evaluate(needs_loss=False, train=False, modules=pairs).outputs
         original = trial.evaluate(needs_loss=False, train=False).outputs

@@ -1,5 +1,5 @@
 # law: evaluation_changes_nothing
-# fault: for the evaluation the averaged weights are copied into the model and never copied back, so the training goes on from the average
+# fault: for the evaluation the averaged weights are copied into the model and never copied back, so the training continues from the average
 # also:
 import copy
 

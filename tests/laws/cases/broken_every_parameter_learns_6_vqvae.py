@@ -1,5 +1,5 @@
 # law: every_parameter_learns
-# fault: the quantised code is used without the straight-through copy, so argmin stops the gradient and the encoder only hears the commitment term, which is missing too
+# fault: the quantised code is used without the straight-through copy, so argmin stops the gradient and only the commitment term could train the encoder, which is missing too
 # also:
 import torch
 import torch.nn.functional as F

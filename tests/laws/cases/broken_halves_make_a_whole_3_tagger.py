@@ -1,5 +1,5 @@
 # law: halves_make_a_whole
-# fault: the summed token loss is divided by rows times the longest row of the batch, not by the number of valid tokens, so short rows count less when a long row is beside them
+# fault: the summed token loss is divided by rows times the longest row of the batch, not by the number of valid tokens, so short rows count less in a batch with a long row
 # also: loss_starts_at_chance
 import torch
 import torch.nn.functional as F

@@ -1,5 +1,5 @@
 # law: order_does_not_matter
-# fault: the sample weights are taken by place in the batch (weights[:len(x)]) instead of by index in the data set, so whoever comes first in a batch gets the weight of the first rows of the file
+# fault: the sample weights are taken by place in the batch (weights[:len(x)]) instead of by index in the data set, so the first rows of a batch get the weight of the first rows of the file
 # also: halves_make_a_whole
 import torch
 from torch import nn

@@ -1,5 +1,5 @@
 # law: order_does_not_matter
-# fault: rows are sorted by length for packing and the outputs are not put back in order, so they are compared with the labels of other rows
+# fault: rows are sorted by length for packing and the outputs are not restored to their order, so they are compared with the labels of other rows
 # also: rows_do_not_mix, one_batch_can_be_learned
 import torch
 import torch.nn.functional as F

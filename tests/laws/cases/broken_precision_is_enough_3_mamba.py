@@ -1,5 +1,5 @@
 # law: precision_is_enough
-# fault: the recurrence of the scan runs in bfloat16, where a decay of 0.998 rounds to 1 and small drives vanish beside a large state
+# fault: the recurrence of the scan runs in bfloat16, where a decay of 0.998 rounds to 1 and small drives vanish next to a large state
 # also: loss_starts_at_chance
 import torch
 from torch import nn

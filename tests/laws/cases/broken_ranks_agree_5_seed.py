@@ -1,5 +1,5 @@
 # law: ranks_agree
-# fault: the seed depends on the rank before the model is built, and with hand-made averaging of gradients nobody broadcasts the weights; each rank trains its own network with a mixed gradient
+# fault: the seed depends on the rank before the model is built, and with hand-made averaging of gradients the weights are not broadcast; each rank trains its own network with a mixed gradient
 # also:
 import torch
 import torch.distributed as dist

@@ -1,6 +1,6 @@
 # law: none
 # near: checkpoint_is_complete
-# fault: the averaged model is a second module that is saved beside the first; the outputs of the trained model do not depend on it
+# fault: the averaged model is a second module that is saved in addition to the first; the outputs of the trained model do not depend on it
 # also:
 import io
 

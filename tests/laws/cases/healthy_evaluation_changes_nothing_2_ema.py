@@ -1,6 +1,6 @@
 # law: none
 # near: evaluation_changes_nothing
-# fault: averaged weights are swapped in for the evaluation and the training weights are put back afterwards; the state is the same before and after
+# fault: averaged weights are swapped in for the evaluation and the training weights are restored afterwards; the state is the same before and after
 # also:
 import contextlib
 

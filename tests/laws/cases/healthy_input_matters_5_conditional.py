@@ -1,6 +1,6 @@
 # law: none
 # near: input_matters
-# fault: classifier-free guidance drops the condition of one row in five, and the output layer starts at zero: the condition decides little at first, and the loss of the first step is the variance of the noise whatever comes in
+# fault: classifier-free guidance drops the condition of one row in five, and the output layer starts at zero: the condition decides little at first, and the loss of the first step is the variance of the noise for every input
 # also:
 import torch
 from torch import nn

@@ -1,6 +1,6 @@
 # law: none
 # near: one_batch_can_be_learned
-# fault: with a temperature of 1 the loss of cosine similarities is bounded from below (about 2.4 of ln 32 = 3.5), however well the pairs are told apart
+# fault: with a temperature of 1 the loss of cosine similarities is bounded from below (about 2.4 of ln 32 = 3.5), even if all pairs are separated
 # also:
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,6 @@
 # law: none
 # near: one_batch_can_be_learned
-# fault: all rows start with the same token and their next token is drawn at random, so the first position keeps its entropy whatever the model learns
+# fault: all rows start with the same token and their next token is drawn at random, so the first position keeps its entropy in any model
 # also:
 import torch
 import torch.nn.functional as F

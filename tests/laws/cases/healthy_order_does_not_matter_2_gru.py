@@ -1,6 +1,6 @@
 # law: none
 # near: order_does_not_matter
-# fault: rows are sorted by length inside the model and put back into the order of the batch afterwards
+# fault: rows are sorted by length inside the model and restored to the order of the batch afterwards
 # also:
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,6 @@
 # law: none
 # near: order_does_not_matter
-# fault: a pairwise ranking loss over all pairs of the batch: rows meet in the loss, yet every pair is there whatever the order
+# fault: a pairwise ranking loss over all pairs of the batch: rows meet in the loss, yet every order has all pairs
 # also: halves_make_a_whole
 import torch
 import torch.nn.functional as F
