@@ -9,13 +9,10 @@ from typing import Any, Literal
 
 from ..doctor import Diagnosis, Severity, diagnose, diagnosis_lines
 from ..errors import counted, listed, require
-from ..laboratory.questions import try_changes
 from ..report import inspect_run
-from ..runs import ATTACHED, RunRecord, read_history, read_step_times, run_folders
+from ..runs import read_history, read_step_times, run_folders
 from .output import Kept, Output, ReportedError, add_output_options
 from .parser import CommandParser, line_width
-from .recorded_run import RecordedRun
-from .user_errors import user_errors
 
 WIDE = 100  # the longest line of text
 BRANCHES, STEPS = 4, 10
@@ -52,8 +49,10 @@ def doctor(words: Sequence[str]) -> None:
     folders = run_folders(Path(given["RUN"][0]), "doctor")
     diagnoses = {folder: _diagnosed(folder) for folder in folders}
     if given["test"]:
+        from .doctor_tests import with_tests  # trains, unlike the diagnosis of a record
+
         diagnoses = {
-            folder: _with_tests(folder, diagnosis, given["branches"], given["steps"], as_json=given["json"])
+            folder: with_tests(folder, diagnosis, given["branches"], given["steps"], as_json=given["json"])
             for folder, diagnosis in diagnoses.items()
         }
     content = _as_json(diagnoses)
@@ -68,21 +67,6 @@ def _diagnosed(folder: Path) -> Diagnosis:
     """Return the diagnosis of a run, with a sentence about lost or damaged files."""
     diagnosis, problem = diagnose(read_history(folder)), inspect_run(folder).problem
     return replace(diagnosis, missing=[problem, *diagnosis.missing]) if problem else diagnosis
-
-
-def _with_tests(folder: Path, diagnosis: Diagnosis, branches: int, steps: int, *, as_json: bool) -> Diagnosis:
-    """Return the diagnosis with tests of its findings in branches of the rewound run."""
-    if RunRecord.read(folder).experiment == ATTACHED:
-        sentence = (
-            "A custom training loop cannot be rewound from its record; call scope.diagnose(test=True) while it trains."
-        )
-        return replace(diagnosis, untested=[sentence])
-
-    with user_errors(full_traceback=False):
-        run = RecordedRun.read(folder)
-        options: dict[str, Any] = {"branches": branches, "steps": steps, "left_out": [*run.record.treatments]}
-        train_again = partial(run.train_again, is_silent=as_json)
-        return try_changes(train_again, folder, diagnosis, read_history(folder), **options)
 
 
 def _as_json(diagnoses: dict[Path, Diagnosis]) -> dict[str, Any]:

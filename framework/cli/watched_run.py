@@ -13,7 +13,7 @@ from subprocess import Popen, TimeoutExpired
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..checkpoints import Digest, Divergence, Moment, is_locked, read_digests
+from ..checkpoints import DIGESTS, Digest, Divergence, Moment, is_locked, read_digests
 from ..durable_files import plain_json
 from ..errors import LoopscopeError, UsageError, counted, listed, notice, require, short_path
 from ..hooks import treatments
@@ -131,6 +131,7 @@ class WatchedRun:
             f"{stretch.until:,}."
             + ("" if expected else " The run has no digest up to there, so nothing can show that it is the same run.")
         )
+        (path / DIGESTS).unlink(missing_ok=True)  # of an earlier rewind, until the command replaces it
         compared = self._run(path.absolute(), options, expected)
         done = read_outcome(path)
         steps = 0 if done is None else done["steps"]

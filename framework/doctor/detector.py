@@ -48,6 +48,8 @@ class Detector(ABC):
     """Names of the hooks whose metrics the detector reads; empty for start-up facts."""
     stage: ClassVar[Stage] = ""
     """The causal stage of the problem; findings of later stages may be its consequences (:data:`.Stage`)."""
+    law: ClassVar[str] = ""
+    """The law of ``loopscope check`` of which the problem is a counterexample, if there is one."""
     waits: ClassVar[bool] = False
     """Whether the finding is about the course of the training, so that later steps may refute it.
 
@@ -70,7 +72,7 @@ class Detector(ABC):
     ) -> Finding:
         """Return a finding of this detector."""
         waits = self.waits or self.yields_to_learning
-        return Finding(self.name, severity, step, why, next_step, evidence, confidence, self.stage, (), waits)
+        return Finding(self.name, severity, step, why, next_step, evidence, confidence, self.stage, (), waits, self.law)
 
 
 def check_detector(detector: type[Any]) -> None:

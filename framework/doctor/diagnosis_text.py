@@ -104,6 +104,10 @@ def finding_lines(finding: Finding, width: int = 100) -> Iterator[str]:
     yield f"{finding.severity}: {finding.id}, {finding.when} (confidence {finding.confidence:.0%})"
     rows = [("why", finding.why), ("next", finding.next), ("measured", evidence_text(finding.evidence))]
     rows += [("tested", item.sentence) for item in finding.tests]
+    if finding.law_result:
+        rows.append(("law", f"{finding.law}: {finding.law_result}"))
+    elif finding.law:
+        rows.append(("certain", f"run the training by loopscope check --laws {finding.law}"))
     for label, text in rows:
         if text:
             indent = f"{INDENT}{label:9} "

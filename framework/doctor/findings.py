@@ -51,6 +51,8 @@ class Finding:
         stage: the causal stage of the problem; findings of later stages may be consequences, if they start no earlier.
         tests: the changes that were tried in branches of the training, with their effects.
         waits: whether later steps may refute the finding, so that a running training reports it once it has lasted.
+        law: the law of ``loopscope check`` of which the problem is a counterexample, or an empty string.
+        law_result: what the law has shown in this training, in words, once it was tried.
     """
 
     id: str
@@ -63,6 +65,8 @@ class Finding:
     stage: Stage = field(default="", compare=False)
     tests: Sequence[ChangeTest] = ()
     waits: bool = field(default=False, compare=False)
+    law: str = ""
+    law_result: str = ""
 
     @property
     def when(self) -> str:
@@ -80,7 +84,8 @@ class Finding:
             "next": self.next,
             "confidence": round(self.confidence, 2),
         }
-        return content | ({"tests": [item.as_dict() for item in self.tests]} if self.tests else {})
+        optional = {"tests": [item.as_dict() for item in self.tests], "law": self.law, "law_result": self.law_result}
+        return content | {name: value for name, value in optional.items() if value}
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Finding":
@@ -94,7 +99,9 @@ class Finding:
             tests = [ChangeTest(**item) for item in content.get("tests", ())]
             names = ("id", "severity", "step", "why", "next", "confidence")
             fields = {name: content[name] for name in names}
-            texts = [*(fields[name] for name in ("id", "why", "next")), *(item.metric for item in evidence)]
+            fields |= {name: content[name] for name in ("law", "law_result") if name in content}
+            texts = [value for name, value in fields.items() if name not in ("severity", "step", "confidence")]
+            texts += [item.metric for item in evidence]
             if not all(isinstance(text, str) for text in texts) or fields["severity"] not in SEVERITIES:
                 raise TypeError("a text or the severity is invalid")
             if type(fields["step"]) is not int or not 0 <= fields["step"] < LARGEST_STEP:

@@ -205,7 +205,6 @@ class StepRecorder(TorchFunctionMode):
         self._kept: list[Any] = []
         self._count = 0
         self._depth = 0
-        self._is_entered = False
         self._streams: Any = None
 
     def begin_pass(self, streams: Any) -> None:
@@ -265,21 +264,23 @@ class StepRecorder(TorchFunctionMode):
         self.leave()
 
     def _enter(self) -> None:
-        if self._is_entered:
+        if self._is_innermost():
             return
         if torch._C._len_torch_function_stack():  # a mode below would be left in the wrong order
             assert self._step is not None
             self._step.problem = "another function mode of torch is active in the step"
             return
         self.__enter__()  # type: ignore[no-untyped-call]
-        self._is_entered = True
 
     def leave(self) -> None:
         """Leave the stack of modes if no step is open; called where no function of torch is running."""
-        innermost: Any = torch.overrides._get_current_function_mode
-        if self._is_entered and self._step is None and innermost() is self:
+        if self._step is None and self._is_innermost():
             self.__exit__(None, None, None)
-            self._is_entered = False
+
+    def _is_innermost(self) -> bool:
+        """Return whether this is the mode that torch calls first; what rolls back a visit may have restored it."""
+        innermost: Any = torch.overrides._get_current_function_mode
+        return innermost() is self
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -324,6 +324,7 @@ class InputsConstant(Detector):
     """
 
     name = "inputs-constant"
+    law = "input_matters"
     stage = "set-up"
     fall = Threshold(0.5, "of the first loss; a model that needs no inputs learns more")
 
@@ -357,6 +358,7 @@ class PaddingInLoss(Rule):
     """
 
     name = "padding-in-loss"
+    law = "padding_does_not_matter"
     stage = "evaluation"
     share = Threshold(0.1, "of the targets; natural text does not end with runs of one token")
     read = staticmethod(median)

@@ -42,6 +42,7 @@ class WithoutGradient(Detector):
     """
 
     name = "parameters-without-gradient"
+    law = "every_parameter_learns"
     stage = "gradients"
     share_at_once = Threshold(0.3, "so many parameters at step 1 are no unused head and no unrouted expert")
     patience = Threshold(3, "layers with a zero at their output, as in LoRA, get a gradient from step 2 on")

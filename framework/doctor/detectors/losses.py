@@ -178,6 +178,7 @@ class CausalMaskMissing(Detector):
     """
 
     name = "causal-mask-missing"
+    law = "future_is_not_seen"
     stage = "evaluation"
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -380,6 +381,7 @@ class NormalisedOverRows(Rule):
     """
 
     name = "softmax-over-batch"
+    law = "rows_do_not_mix"
     stage = "set-up"
     metric = f"{CHECKS}/normalised_over_rows"
     severity = "critical"
@@ -491,6 +493,7 @@ class InitialLossHigh(Detector):
     """
 
     name = "initial-loss-high"
+    law = "loss_starts_at_chance"
     stage = "activations"
     factor = Threshold(3.5, "usual initialisations give 1.0 to 1.5 times ln(C), new heads on other features up to 3.4")
     weights = Threshold(3.0, "times 1/√fan_in; usual initialisations give 0.5 to 1.5")

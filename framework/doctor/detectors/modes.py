@@ -216,6 +216,7 @@ class EvaluationInTrainMode(Rule):
     """
 
     name = "evaluation-in-train-mode"
+    law = "evaluation_changes_nothing"
     stage = "evaluation"
     needs = ()
     read = staticmethod(alert)
@@ -272,6 +273,7 @@ class DropoutInEvaluation(Detector):
     """
 
     name = "dropout-in-evaluation"
+    law = "evaluation_changes_nothing"
     stage = "evaluation"
     needs = ()
 

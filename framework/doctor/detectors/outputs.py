@@ -38,6 +38,7 @@ class OutputsIgnoreInputs(Detector):
     """
 
     name = "outputs-ignore-inputs"
+    law = "input_matters"
     stage = "outputs"
     variation = Threshold(1e-6, "of the targets; models of shuffled labels see their inputs and vary by more than 1e-4")
     of_term = Threshold(0.02, "the same where other terms compete, which leave a little; it explains 2 % at most")

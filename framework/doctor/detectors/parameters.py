@@ -33,6 +33,7 @@ class WithoutOptimizer(Detector):
     """
 
     name = "parameters-without-optimizer"
+    law = "every_parameter_learns"
     stage = "set-up"
     needs = ()
 
@@ -75,6 +76,7 @@ class LayersNotRegistered(Detector):
     """
 
     name = "layers-not-registered"
+    law = "every_parameter_learns"
     stage = "set-up"
     needs = ()
 

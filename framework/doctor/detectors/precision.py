@@ -81,6 +81,7 @@ class Float16WithoutScaler(Detector):
     """
 
     name = "float16-without-scaler"
+    law = "precision_is_enough"
     stage = "set-up"
 
     def detect(self, history: History) -> Iterable[Finding]:

@@ -3,11 +3,12 @@
 from ..explained_step import Explanation
 from .explanation import explain
 from .explanation_text import explanation_lines, row_table
+from .repeated_steps import TrainAgain
 from .rows import rows_by_step
 from .run_trials import try_changes
 from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests
 
 __all__ = [
-    "HOOK", "Explanation", "TrialPlan", "diagnosis_with_tests", "explain", "explanation_lines", "row_table",
+    "HOOK", "Explanation", "TrainAgain", "TrialPlan", "diagnosis_with_tests", "explain", "explanation_lines", "row_table",
     "rows_by_step", "try_changes",
 ]

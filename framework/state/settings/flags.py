@@ -297,15 +297,30 @@ def _hooks_of_all() -> list[list[tuple[Any, Any]]]:
 
 def _without_internal(tables: Sequence[Iterable[tuple[Any, Any]]]) -> list[list[tuple[Any, Any]]]:
     """Return the items of every table without loopscope's own hooks, or an empty list if there are no others."""
-    items = [[item for item in table if not isinstance(item[1], Transient)] for table in tables]
-    return items if any(items) else []
+    all_items = [[*table] for table in tables]
+    others = _others(all_items)
+    return [[item for item in table if item[0] in others] for table in all_items] if others else []
+
+
+def _others(tables: Iterable[Iterable[tuple[Any, Any]]]) -> set[Any]:
+    """Return the ids of hooks that are neither objects of loopscope nor methods of one.
+
+    Some tables have flags of hooks by these ids, which torch leaves there after a hook is removed.
+    """
+    return {
+        number
+        for table in tables
+        for number, hook in table
+        if callable(hook) and not isinstance(getattr(hook, "__self__", hook), Transient)
+    }
 
 
 def _set_hooks_of_all(saved: list[list[tuple[Any, Any]]]) -> None:
     # In place, since torch's handles and its calls of the hooks refer to these dicts.
+    others = _others(table.items() for table in _HOOKS_OF_ALL)
     for table in _HOOKS_OF_ALL:
-        for key in [key for key, hook in table.items() if not isinstance(hook, Transient)]:
-            del table[key]
+        for number in [number for number in table if number in others]:
+            del table[number]
     for table, items in zip(_HOOKS_OF_ALL, saved, strict=False):
         table.update(items)
 

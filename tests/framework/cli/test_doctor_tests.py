@@ -4,19 +4,33 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from loopscope import training_hooks
 from loopscope.cli import main
 from loopscope.hooks import ALERTS
+from torch import nn
 
 from tests.framework.runs.small_experiment import SmallSteps, contents, registered
 
 FILLED = training_hooks
+SPARE = "spare_layer"
 ALERT = {"epoch": 0, "step": 5, "hook": "loss_spikes", "metric": "loss_deviation", "value": 9.0, "limit": 6.0}
+
+
+class SpareLayer(SmallSteps):
+    """The same with weights that nothing uses."""
+
+    name = SPARE
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model[0].spare = nn.Parameter(torch.ones(40))
+        return model
 
 
 @pytest.fixture(autouse=True)
 def small():
-    with registered(SmallSteps):
+    with registered(SmallSteps), registered(SpareLayer):
         yield
 
 
@@ -53,6 +67,18 @@ def test_run_resumes_bit_for_bit_after_tests(tmp_path):
     names = [name for name in expected if name.endswith((".jsonl", ".pt", ".safetensors")) and name != ALERTS]
     result = contents(run)
     assert [name for name in names if result[name] != expected[name]] == []
+
+
+@pytest.mark.longer
+def test_broken_law_makes_finding_certain(tmp_path, capsys):
+    words = ["run", SPARE, "--save-checkpoints", "--hook-jsonl", "--hooks", "training_checks", "--no-console-output"]
+    assert main([*words, "--epochs", "8", "--output-dir", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["doctor", str(tmp_path / SPARE / "plain"), "--test", "--json"]) == 0
+    findings = {item["id"]: item for item in json.loads(capsys.readouterr().out)["findings"]}
+    finding = findings["parameters-without-gradient"]
+    assert (finding["law"], finding["confidence"]) == ("every_parameter_learns", 0.99)
+    assert finding["law_result"].startswith("broken at step 5: 0.spare")
 
 
 def test_options_of_tests_require_tests(tmp_path, capsys):

@@ -12,11 +12,14 @@ from loopscope.doctor.rules import Rule, median
 from loopscope.doctor.stages import EXCEPTIONS, Stage
 from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import HookRegistry, Series
+from loopscope.laws import LawRegistry, shipped
 from loopscope.training_hooks import TrainingChecks
 
 from docs.findings import paragraphs
 
+FILLED = shipped
 DETECTORS = all_detectors()
+LAWS = LawRegistry.names()
 IDS = [detector.name for detector in DETECTORS]
 
 
@@ -44,6 +47,7 @@ def test_detector_explains_itself(detector: Detector) -> None:
     assert all(texts.values())
     assert all(limit.reason for limit in detector.thresholds().values())
     assert detector.stage in get_args(Stage)[1:]
+    assert detector.law in {"", *LAWS}
     assert set(detector.needs) <= {TrainingChecks.name, *HookRegistry.names()}
 
 

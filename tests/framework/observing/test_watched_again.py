@@ -54,6 +54,23 @@ def test_watched_steps_are_repeated_with_hooks(tmp_path: Path, capfd: pytest.Cap
 
 @pytest.mark.process
 @pytest.mark.slow
+def test_laws_are_tried_in_watched_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The command is run again with the law of a finding, also where an earlier attempt has met another run."""
+    (tmp_path / "seed.txt").write_text("1")
+    text = TRAINING.replace("manual_seed(0)", "manual_seed(int(open('seed.txt').read()))")
+    text = text.replace("optimizer = ", "model.spare = nn.Parameter(torch.ones(40))\noptimizer = ")
+    assert run(tmp_path, sys.executable, script(tmp_path, text=text)).returncode == 0
+    folder, shown = tmp_path / "loopscope-runs/run_0", []
+    for seed in ("2", "1"):
+        (tmp_path / "seed.txt").write_text(seed)
+        assert main(["doctor", str(folder), "--test"]) == 0
+        shown.append(" ".join(capfd.readouterr().out.split()))
+    assert "Laws were not tried: This run diverges" in shown[0]
+    assert "every_parameter_learns: broken at step 5: spare" in shown[1]
+
+
+@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_watched_ranks_are_verified(tmp_path: Path) -> None:
     wrapped = TRAINING.replace("optimizer = ", "model = nn.parallel.DistributedDataParallel(model)\noptimizer = ")

@@ -1,5 +1,8 @@
+from typing import Any
+
 import pytest
 import torch
+from loopscope.state import Transient
 from loopscope.state.settings import entered_modes, leave_modes
 from loopscope.state.settings.flags import _CUDA_CHOICES, GlobalFlags, _choice
 from torch import nn
@@ -80,6 +83,23 @@ def test_a_changed_setting_is_named_and_restored(name):
     differing = flags.differences(original)
     flags.restore(original)
     assert name in differing
+    assert flags.differences(original) == []
+
+
+class Watcher(Transient):
+    """An object of loopscope whose method is a hook."""
+
+    def hook(self, *_: Any) -> None:
+        """Do nothing."""
+
+
+def test_own_hooks_are_not_of_training():
+    """Methods of our objects do not count, nor what torch leaves of removed hooks with keyword arguments."""
+    flags = GlobalFlags()
+    original = flags.read_all()
+    handle = nn.modules.module.register_module_forward_hook(Watcher().hook, with_kwargs=True)
+    assert flags.differences(original) == []
+    handle.remove()
     assert flags.differences(original) == []
 
 
