@@ -275,7 +275,7 @@ class StepRecorder(TorchFunctionMode):
     def leave(self) -> None:
         """Leave the stack of modes if no step is open; called where no function of torch is running."""
         if self._step is None and self._is_innermost():
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _is_innermost(self) -> bool:
         """Return whether this is the mode that torch calls first; what rolls back a visit may have restored it."""

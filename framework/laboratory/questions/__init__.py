@@ -9,6 +9,6 @@ from .run_trials import try_changes
 from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests
 
 __all__ = [
-    "HOOK", "Explanation", "TrainAgain", "TrialPlan", "diagnosis_with_tests", "explain", "explanation_lines", "row_table",
-    "rows_by_step", "try_changes",
+    "HOOK", "Explanation", "TrainAgain", "TrialPlan", "diagnosis_with_tests", "explain", "explanation_lines",
+    "row_table", "rows_by_step", "try_changes",
 ]
