@@ -6,7 +6,7 @@ from .memory import addresses, bytes_at
 from .properties import TensorProperties, pointer_and_bits
 from .reductions import (
     cosine_of, flat_products, in_range, inner_products, is_readable, joined_length, length_of, may_overflow, norms_of,
-    pieces, power_of_two, row_norms, scale_of, tensor_of, total_of, widest,
+    pieces, power_of_two, read_at_once, row_norms, scale_of, tensor_of, total_of, widest,
 )
 from .shards import (
     completed, dtensor_class, fully_sharded_modules, groups_of, is_partial, is_sharded, laid_out_like, local_shards,
@@ -30,6 +30,6 @@ __all__ = [
     "is_partial", "is_readable", "is_sharded", "is_shared_memory", "is_uninitialised", "is_wrapper", "joined_length",
     "joint_norm", "laid_out_like", "length_of", "live_gradients", "local_shards", "max_abs", "may_overflow", "minus",
     "norm", "norm_of_each", "norms", "norms_of", "over_shards", "overwrite", "pieces", "pointer_and_bits",
-    "power_of_two", "replicated_like", "resharded_afterwards", "row_norms", "scale_of", "scaled", "stacks_of_experts",
-    "tensor_of", "total_of", "trainable", "unsharded", "widened", "widest",
+    "power_of_two", "read_at_once", "replicated_like", "resharded_afterwards", "row_norms", "scale_of", "scaled",
+    "stacks_of_experts", "tensor_of", "total_of", "trainable", "unsharded", "widened", "widest",
 ]

@@ -33,6 +33,12 @@ def is_sharded(tensor: Tensor) -> bool:
     return dtensor is not None and isinstance(tensor, dtensor)
 
 
+def any_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Return whether one of several tensors is a DTensor."""
+    dtensor = dtensor_class()
+    return dtensor is not None and any(isinstance(tensor, dtensor) for tensor in tensors)
+
+
 def is_partial(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor with a pending sum over ranks."""
     return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .reductions import cosine_of, in_range, inner_products, joint_norm_of, norms_of
-from .shards import Groups, is_sharded, local_shards, over_shards, part_on_rank
+from .shards import Groups, any_sharded, is_sharded, local_shards, over_shards, part_on_rank
 
 Vector = Mapping[str, Tensor]
 WIDE = frozenset({torch.float32, torch.float64})
@@ -36,7 +36,7 @@ def joint_norm(tensors: list[Tensor]) -> Tensor:
     Equals ``torch.nn.utils.get_total_norm`` for plain float32 and float64 tensors wherever that is accurate.
     """
     # torch._foreach_norm returns the norms of a DTensor's local shards, without communication.
-    if any(map(is_sharded, tensors)):
+    if any_sharded(tensors):
         return _dot(list(zip(tensors, tensors, strict=True))).sqrt()
     return joint_norm_of([tensor.detach() for tensor in tensors])
 
@@ -44,7 +44,7 @@ def joint_norm(tensors: list[Tensor]) -> Tensor:
 @torch.no_grad()
 def norm_of_each(vector: Vector) -> dict[str, Tensor]:
     """Return the Euclidean norm of every tensor by its name, zero-dimensional each."""
-    if any(map(is_sharded, vector.values())):
+    if any_sharded(vector.values()):
         return dict(zip(vector, norms(vector.values()).unbind(), strict=True))
     return dict(zip(vector, norms_of(list(vector.values())).unbind(), strict=True))
 

@@ -10,7 +10,7 @@ from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepS
 from loopscope.doctor.senses import BackwardPass, BackwardRecorder
 from loopscope.errors import require
 from loopscope.hooks import EVERY_STEP, BackwardContext, Metrics, RunInfo
-from loopscope.tensors import trainable, unsharded
+from loopscope.tensors import read_at_once, trainable, unsharded
 from torch import Tensor, nn
 
 from ..measures import SeriesBudget, WeightCopy, compute_once, joint_gradient_norm
@@ -298,9 +298,9 @@ class TrainingChecks(TrainingHook):
             return self._after_update(ctx)
         metrics: dict[str, Any] = {}
         if ctx.loss is not None:
-            metrics["loss"] = unsharded(torch.as_tensor(ctx.loss))
+            metrics["loss"] = read_at_once(unsharded(torch.as_tensor(ctx.loss)))
         if ctx.grad_norm is not None:
-            metrics["grad_norm"] = ctx.grad_norm
+            metrics["grad_norm"] = read_at_once(ctx.grad_norm)
         if ctx.lr is not None and not (isinstance(ctx.lr, float) and math.isnan(ctx.lr)):
             metrics["lr"] = ctx.lr
         if self.step_schedule.is_due(ctx.step):

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from loopscope import RunDataContext
-from loopscope.tensors import gradients, norm, norm_of_each, trainable
+from loopscope.tensors import gradients, joint_norm, live_gradients, norm, norm_of_each, trainable
 from torch import Tensor, nn
 
 Result = TypeVar("Result")
@@ -30,7 +30,7 @@ def compute_once(ctx: RunDataContext, function: Callable[[nn.Module], Result]) -
 
 def joint_gradient_norm(model: nn.Module) -> Tensor:
     """Return the joint norm of the live gradients, zero-dimensional."""
-    return norm(gradients(model))
+    return joint_norm(live_gradients(model.parameters()))
 
 
 def gradient_norms(model: nn.Module) -> dict[str, Tensor]:

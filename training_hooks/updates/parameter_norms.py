@@ -10,7 +10,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
-from loopscope.tensors import Vector, gradients, groups_of, local_shards, over_shards, trainable
+from loopscope.tensors import Vector, gradients, groups_of, local_shards, over_shards, read_at_once, trainable
 from torch import Tensor
 
 from ..measures import FamilyFile, SeriesBudget, WeightCopy, compute_once, gradient_norms, joint_gradient_norm, stacked
@@ -114,7 +114,7 @@ class ParameterNorms(TrainingHook):
     _earlier_steps = Remembered(int)
     # Values between the points of one step, and that step
     _norm_step = Remembered(0, saved=False)
-    _norm = Remembered(partial(torch.zeros, ()), saved=False)
+    _norm = Remembered[float | Tensor](0.0, saved=False)
     _families = Remembered[dict[str, tuple[list[str], Tensor]]](dict, saved=False)  # names, and a value for each
     _copy_step = Remembered(0, saved=False)
     _copy = Remembered[WeightCopy | None](None, saved=False)
@@ -169,10 +169,14 @@ class ParameterNorms(TrainingHook):
     def _joint_norms(self, ctx: RunDataContext) -> Metrics:
         """Return the joint norms and count clipped steps; on a reported step, keep the weights as well."""
         after = self._gradient_norm(ctx, "clipped_grad_norm")
-        metrics: dict[str, Tensor] = {"total_clipped_grad_norm": after}
+        metrics: dict[str, float | Tensor] = {"total_clipped_grad_norm": after}
         if self._norm_step == ctx.step:
             metrics = {"total_grad_norm": self._norm, **metrics}
-            self._clipped = self._clipped.to(after.device) + (after < CLIPPED_BELOW * self._norm)
+            is_clipped = after < CLIPPED_BELOW * self._norm
+            if isinstance(is_clipped, Tensor):
+                self._clipped = self._clipped.to(is_clipped.device) + is_clipped
+            elif is_clipped:
+                self._clipped = self._clipped + 1
             self._steps += 1
         if self._is_reported(ctx.step):
             copy = WeightCopy.of(ctx.model)
@@ -181,14 +185,14 @@ class ParameterNorms(TrainingHook):
             self._families["weight_norm"] = list(parameters), copy.norms(parameters)
         return metrics
 
-    def _gradient_norm(self, ctx: RunDataContext, family: str) -> Tensor:
+    def _gradient_norm(self, ctx: RunDataContext, family: str) -> float | Tensor:
         """Return the joint norm of the gradients; on a reported step, keep the norm of each as a family as well."""
         if self._is_reported(ctx.step) and gradients(ctx.model):
             norms = compute_once(ctx, gradient_norms)
             self._families[family] = list(norms), stacked(norms.values())
         if ctx.hook_point is HookPoint.POST_BACKWARD and ctx.grad_norm is not None:
-            return ctx.grad_norm.clone()  # computed by the loop, for all hooks
-        return compute_once(ctx, joint_gradient_norm)
+            return read_at_once(ctx.grad_norm.clone())  # computed by the loop, for all hooks
+        return read_at_once(compute_once(ctx, joint_gradient_norm))
 
     def _parameter_metrics(self, ctx: RunDataContext, copy: WeightCopy) -> dict[str, float]:
         """Return the totals and the chosen members of each family; transfers everything to the host at once."""

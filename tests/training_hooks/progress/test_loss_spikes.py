@@ -32,7 +32,7 @@ def watch(hook: LossSpikes, losses: list[float], norms: list[float] | None = Non
     pairs = torch.tensor([losses, norms or losses], dtype=torch.float64)
     for loss, grad_norm in pairs.T:
         metrics = hook.compute(epoch_end(model, loss=loss, grad_norm=grad_norm, **fields))
-        reports.append({name: value.item() for name, value in metrics.items()})
+        reports.append({name: float(value) for name, value in metrics.items()})
     return reports
 
 
@@ -77,6 +77,17 @@ def test_defaults_find_only_the_planted_spike():
     assert spiking_steps(reports) == spiking_steps(reports, "grad_norm") == [300]
     assert all(report == {} for report in reports[:128])
     assert reports[-1]["loss_spike_count"] == 1
+
+
+@pytest.mark.parametrize("window", [2, 16, 128])
+@pytest.mark.parametrize("scale", [0.0, 1e-12, 1.0, 1e200])
+def test_numbers_on_host_equal_those_on_devices(window, scale, monkeypatch):
+    """The short calculation on the host gives the same bits, also with values that are not finite."""
+    series = [value * scale for value in noise(window + 150)]
+    series[window + 20], series[window + 40], series[5] = 50.0 * scale, math.inf, math.nan
+    on_host = watch(LossSpikes(window=window), series, series[::-1])
+    monkeypatch.setattr(LossSpikes, "_measured_on_host", lambda self, series: None)
+    assert repr(watch(LossSpikes(window=window), series, series[::-1])) == repr(on_host)
 
 
 def test_loss_and_gradient_norm_are_watched_separately():
