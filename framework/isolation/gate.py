@@ -121,7 +121,8 @@ class Isolation:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the model at the start of the visit, in the model's order."""
+        """The parameters of the model in this visit, in the model's order."""
+        self._tripwire.ensure_baseline(is_complete=False)
         return self._tripwire.watch.parameters
 
     @property
@@ -135,7 +136,7 @@ class Isolation:
         self._tripwire = Tripwire(self._state)
 
     def start_visit(self) -> None:
-        """Save the run's random streams and take the baseline of every check."""
+        """Save the run's random streams; the first call that is checked takes the baseline."""
         VISITS.acquire()
         self._holds_lock = True
         # Counted first, since nearly always this thread is the only one.
@@ -152,8 +153,6 @@ class Isolation:
             NODE_HOOKS.start()
         if self._audit.enabled:
             self.retake_baseline()
-        else:
-            self._tripwire.take_baseline()
 
     def end_visit(self) -> None:
         """Make the pending rest check and restore the run's random streams, also after an error."""
@@ -246,11 +245,11 @@ class Isolation:
             self.retake_baseline()
         shares = call.is_shipped and not self._check_every_call
         grad_mode = torch.is_grad_enabled()
+        if grad_mode is not self._grad_mode:  # the call around a nested one is without gradients
+            torch._C._set_grad_enabled(self._grad_mode)
         if not shares and (self._calls_sharing_bytes or self._unchecked_calls):
-            torch._C._set_grad_enabled(self._grad_mode)  # the call around a nested one is without gradients
             self.finish_checks()
-            torch._C._set_grad_enabled(grad_mode)
-        is_full = self._prepare_check(call, self._tripwire)
+        is_full = self._prepare_check(call, self._tripwire, shares=shares)
         shares_quick_check = shares and not is_full and call[:2] not in self._rewriting_calls
         if call.draws:
             self._derive(call.name, call.where, call.step)
@@ -334,8 +333,10 @@ class Isolation:
         parts = [part for part in state.parts if part.name != "gradients"] if has_several_devices else ()
         return Tripwire(state, parts), Audit(state, parts, enabled=self._audit.enabled)
 
-    def _prepare_check(self, call: Call, tripwire: Tripwire, *, in_pass: bool = False) -> bool:
-        """Count the call, return whether it gets a full check, and record bytes if a check needs them.
+    def _prepare_check(self, call: Call, tripwire: Tripwire, *, shares: bool = False, in_pass: bool = False) -> bool:
+        """Count the call, return whether it gets a full check, and take the baseline and record the bytes for it.
+
+        A call that ``shares`` its quick check gets a complete baseline only for a full check.
 
         Calls in a pass cannot share a bytes check. loopscope's own taps get none: the contract tests audit all of them.
         """
@@ -345,9 +346,11 @@ class Isolation:
         seen = self._calls[key] = self._calls.get(key, 0) + 1
         # seen & (seen - 1) is 0 exactly for powers of two
         is_full = seen <= CALLS_CHECKED_ALONE or not seen & (seen - 1) or self._audit.enabled
-        if is_full or key in self._rewriting_calls:
-            if self._unchecked_calls:  # first, since bytes that these calls changed must not be recorded
-                self._check_shared_quickly()
+        needs_bytes = is_full or key in self._rewriting_calls
+        if needs_bytes and self._unchecked_calls:  # first, since bytes that these calls changed must not be recorded
+            self._check_shared_quickly()
+        tripwire.ensure_baseline(is_complete=is_full or not shares)
+        if needs_bytes:
             tripwire.record_bytes()
         return is_full
 

@@ -58,25 +58,32 @@ class Tripwire:
     # Ignoring warnings costs 2 µs, so the three methods of every visit do so only in a second call, if a filter has
     # turned a library's warning into an error in the first; other methods ignore warnings from the start.
 
-    def take_baseline(self, *, is_second: bool = False) -> None:
-        """Take the baseline of a visit."""
+    def ensure_baseline(self, *, is_complete: bool) -> None:
+        """Take a baseline of quick sweeps, or a complete one, unless there is one."""
+        if not self._quick or (is_complete and not self._rest):
+            self.take_baseline(is_complete=is_complete)
+
+    def take_baseline(self, *, is_complete: bool = True, is_second: bool = False) -> None:
+        """Take the baseline of a visit; without a complete one :meth:`check_rest` does nothing."""
         try:
             if not self.watch.has_equal_keys():
                 self.watch = WatchList(self._state, self._parts)
-            self._quick, tensors = self._sweep()
-            self._rest = self._sweep_rest(tensors)
-            if not self.watch.is_current(self._quick[0], self._quick[1], self._rest[0]):
+            self._sweep_baseline(is_complete=is_complete)
+            if not self.watch.is_current(self._quick[0], self._quick[1], *self._rest[:1]):
                 self.watch = WatchList(self._state, self._parts)
-                self._quick, tensors = self._sweep()
-                self._rest = self._sweep_rest(tensors)
+                self._sweep_baseline(is_complete=is_complete)
         except Warning:
             if is_second:
                 raise
             with library_warnings_ignored():
-                self.take_baseline(is_second=True)
+                self.take_baseline(is_complete=is_complete, is_second=True)
             return
         self._attribute_addresses = self.watch.attribute_addresses
         self._bytes = NO_BYTES
+
+    def _sweep_baseline(self, *, is_complete: bool) -> None:
+        self._quick, tensors = self._sweep()
+        self._rest = self._sweep_rest(tensors) if is_complete else ()
 
     def record_bytes(self) -> None:
         """Record digests of the swept tensors, so that a check can compare bytes instead of versions.
@@ -146,6 +153,8 @@ class Tripwire:
 
     def check_rest(self, caller: object, *, is_second: bool = False) -> None:
         """Extend the latest quick sweep to a complete one; raise :class:`StateMutationError` for changes."""
+        if not self._rest:
+            return
         try:
             rest, previous = self._sweep_rest(self._swept), self._rest
             has_equal_attributes = self._attribute_addresses == self.watch.attribute_addresses
@@ -168,15 +177,15 @@ class Tripwire:
 
         The check that follows reports what could not be restored.
         """
-        watch = self.watch
-        pairs = (
-            *zip(watch.getter_parts, self._readings(self._rest[2]), strict=False),
-            *zip(watch.value_parts, self._rest[4:], strict=False),
-            *[(part, ()) for part in watch.guarded_parts],
-            *zip(watch.tensor_parts, self._quick[2:], strict=False),
-        )
+        watch, rest = self.watch, self._rest
+        pairs: list[tuple[Any, Any]] = [*zip(watch.tensor_parts, self._quick[2:], strict=False)]
+        if rest:
+            pairs += zip(watch.getter_parts, self._readings(rest[2]), strict=False)
+            pairs += zip(watch.value_parts, rest[4:], strict=False)
+            pairs += [(part, ()) for part in watch.guarded_parts]
         steps: list[Callable[[], object]] = [partial(part.restore, value) for part, value in pairs if part.restore]
-        steps.append(partial(watch.restore_attributes, self._rest[0]))
+        if rest:
+            steps.append(partial(watch.restore_attributes, rest[0]))
         for step in steps:
             with suppress(Exception):
                 step()

@@ -172,12 +172,16 @@ class WatchList:
         part, key = owners[places[index]]
         return f"{part.label} ({short_name(key)})"
 
-    def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
+    def is_current(
+        self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...] | None = None
+    ) -> bool:
         """Return whether this list is valid for a sweep; attributes may hold other plain values and tensors now."""
         if any(self.empty_views):
             return False
         if addresses(tensors) != self.tensor_addresses or addresses(others) != self.other_addresses:
             return False
+        if attributes is None:
+            return True
         # Plain values are new objects on most steps, so different addresses do not yet require a new list.
         now = self.attribute_addresses  # the addresses of ``attributes``: tensors_of() was just called with them
         if now != self._last_addresses and addresses(_containers(attributes)) != addresses(self._containers):
