@@ -245,8 +245,7 @@ class Isolation:
             self.retake_baseline()
         shares = call.is_shipped and not self._check_every_call
         grad_mode = torch.is_grad_enabled()
-        if grad_mode is not self._grad_mode:  # the call around a nested one is without gradients
-            torch._C._set_grad_enabled(self._grad_mode)
+        torch._C._set_grad_enabled(self._grad_mode)  # the call around a nested one is without gradients
         if not shares and (self._calls_sharing_bytes or self._unchecked_calls):
             self.finish_checks()
         is_full = self._prepare_check(call, self._tripwire, shares=shares)

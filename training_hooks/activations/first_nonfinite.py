@@ -7,7 +7,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import listed
 from loopscope.hooks import Alert, Metrics, RunInfo
@@ -111,7 +110,7 @@ class FirstNonfinite(TrainingHook):
         if norm is None:
             norm = compute_once(ctx, joint_gradient_norm)
         loss = 0.0 if ctx.loss is None else ctx.loss
-        return bool(torch.isfinite(norm + loss))
+        return math.isfinite(norm + loss)  # one transfer from a device
 
     def _find(self, ctx: RunDataContext, bad_weights: Sequence[str], bad_gradients: Sequence[str]) -> FirstProducer:
         """Return the finding of the rank with the earliest producer."""

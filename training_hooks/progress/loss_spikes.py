@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, require
@@ -133,37 +134,42 @@ class LossSpikes(TrainingHook):
         """Return the deviations of the step, and the counts; nothing before the window is full."""
         if ctx.loss is None or ctx.grad_norm is None:
             return {}
-        grad_norm = ctx.grad_norm
+        loss, grad_norm = unsharded(torch.as_tensor(ctx.loss)), ctx.grad_norm
         if ctx.loss_scale is not None:  # the scaler skips a step with an infinite norm
             grad_norm = torch.where(grad_norm.isfinite(), grad_norm, torch.nan)
-        new = torch.stack([unsharded(torch.as_tensor(ctx.loss)).to(grad_norm), grad_norm])[:, None]
-        series = torch.cat([self._previous.to(new.device), new], dim=1)
+        on_host = is_readable(loss) and is_readable(grad_norm)
+        if on_host:
+            new = np.array([[loss.item()], [grad_norm.item()]])
+            series = torch.from_numpy(np.concatenate([self._previous.cpu().numpy(), new], axis=1))
+        else:
+            column = torch.stack([loss.to(grad_norm), grad_norm])[:, None]
+            series = torch.cat([self._previous.to(column.device), column], dim=1)
         self._previous = series[:, -self.window :]
         if series.shape[1] <= self.window:
             return {}
-        measured = self._measured_on_host(series) if is_readable(series) else None
+        measured = self._measured_on_host(series) if on_host else None
         if measured is not None:
             return measured
         deviation = deviations(series, self.window)[:, -1]
-        self._counts = self._counts.to(new.device) + (deviation > self.threshold)
+        self._counts = self._counts.to(series.device) + (deviation > self.threshold)
         return _named(self._rise(series[0]), deviation, self._counts)
 
     def _measured_on_host(self, series: Tensor) -> dict[str, Any] | None:
         """Return the metrics of the last column as numbers, or ``None`` unless all statistics of the others are finite.
 
-        The numbers are those of :func:`deviations` and :meth:`_rise`, after 8 operations on tensors instead of 50, each
-        of which takes as long as those of a training step: 45 µs instead of 190.
+        The numbers are those of :func:`deviations` and :meth:`_rise`, after 9 operations on tensors instead of 50, in a
+        third of the time.
         """
         preceding = series[:, :-1]
-        means = preceding.mean(-1, keepdim=True)
-        spreads = (preceding - means).square().mean(-1).sqrt()
-        pairs = [*zip(means[:, 0].tolist(), spreads.tolist(), strict=True)]
+        means = preceding.sum(-1, keepdim=True).div_(self.window)
+        spreads = (preceding - means).square_().sum(-1).div_(self.window).sqrt_()
+        pairs = [(mean, spread) for (mean,), spread in zip(means.tolist(), spreads.tolist(), strict=True)]
         if not all([math.isfinite(number) for pair in pairs for number in pair]):
             return None
         if not len(self._initial):
-            self._initial = means[0].clone()
-        mean = pairs[0][0]
-        unit = abs(mean) + max(float(preceding[0].abs().max()), abs(float(self._initial))) / 5
+            self._initial = means[0]
+        mean, (least, most) = pairs[0][0], preceding[0].aminmax()
+        unit = abs(mean) + max(-least.item(), most.item(), abs(self._initial.item())) / 5
         if not unit:
             return None
         values = series[:, -1].tolist()
@@ -171,8 +177,8 @@ class LossSpikes(TrainingHook):
             (value - center) / spread if spread >= SMALLEST_SPREAD else math.nan
             for value, (center, spread) in zip(values, pairs, strict=True)
         ]
-        if any(number > self.threshold for number in deviation):
-            self._counts = self._counts + (torch.tensor(deviation) > self.threshold)
+        if any([number > self.threshold for number in deviation]):
+            self._counts = self._counts.cpu() + (torch.tensor(deviation) > self.threshold)
         return _named((values[0] - mean) / unit, deviation, self._counts.tolist())
 
     def _rise(self, losses: Tensor) -> Tensor:

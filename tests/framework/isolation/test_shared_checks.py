@@ -242,3 +242,47 @@ def test_nested_call_accepts_disabled_gradients(calls):
     with isolation.visit():
         isolation.observe(Call("checkpoint", "the loop", 1), content)
     assert torch.is_grad_enabled()
+
+
+def switch_mode(state: TrainingState) -> None:
+    """Change an attribute of the model, which increments no version counter."""
+    state.model.training = not state.model.training
+
+
+@pytest.mark.guarantee("observers-change-nothing")
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 8])
+def test_own_changes_of_modes_end_complete_checks(number):
+    """The complete check of calls 1, 2, 3, 4, 8 finds what the quick one does not compare."""
+    state = made()
+    isolation = Isolation(state)
+    for _ in range(number - 1):
+        make_calls(isolation, {OWN[0]: nothing})
+    with pytest.raises(StateMutationError, match="Hook 'first' .*modules/.training"):
+        make_calls(isolation, {OWN[0]: partial(switch_mode, state)})
+
+
+@pytest.mark.guarantee("observers-change-nothing")
+@pytest.mark.parametrize("calls", [[FOREIGN], [OWN[0], FOREIGN], [FOREIGN, OWN[0]]])
+def test_other_calls_are_always_checked_completely(calls):
+    """A quick baseline of own calls is replaced before a call of other code."""
+    state = made()
+    isolation = Isolation(state)
+    for _ in range(4):
+        make_calls(isolation, dict.fromkeys(calls, nothing))
+    functions = {call: partial(switch_mode, state) if call is FOREIGN else nothing for call in calls}
+    with pytest.raises(StateMutationError, match="Hook 'foreign'"):
+        make_calls(isolation, functions)
+
+
+def test_own_calls_between_checks_take_quick_baselines(monkeypatch):
+    """The complete sweep is left out at calls 5, 6 and 7, and made twice at the eighth, before and after it."""
+    isolation, sweeps = Isolation(made()), []
+    sweep_rest = Tripwire._sweep_rest
+    monkeypatch.setattr(Tripwire, "_sweep_rest", lambda *values: sweeps.append(1) or sweep_rest(*values))
+    pass_full_checks(isolation, OWN[:1])
+    sweeps.clear()
+    for _ in range(3):
+        make_calls(isolation, {OWN[0]: nothing})
+    assert sweeps == []
+    make_calls(isolation, {OWN[0]: nothing})
+    assert len(sweeps) == 2
