@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 from typing import Any, Generic, TypeVar
 
 from .errors import UsageError, source_location, unknown, warn, with_lines
@@ -68,7 +69,7 @@ class Registry(Generic[Entry]):
         if self._discovered:
             return
         self._discovered = True
-        for point in entry_points(group=self._group):
+        for point in _entry_points(*sys.path).select(group=self._group):
             try:
                 self.register(point.load())
             except NameTakenError:
@@ -103,6 +104,12 @@ class Registry(Generic[Entry]):
     def names(self) -> list[str]:
         """List the names, sorted."""
         return [entry.name for entry in self]
+
+
+@cache
+def _entry_points(*path: str) -> EntryPoints:
+    """Return the entry points of the packages in the folders of ``path``, the module search path, which takes 30 ms."""
+    return entry_points()
 
 
 def _subclasses(entry: type[Any] | None) -> Iterator[type[Any]]:

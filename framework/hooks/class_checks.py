@@ -31,7 +31,10 @@ def _check_declarations(hook: type[TrainingHook]) -> None:
     require(_is_name(getattr(hook, "name", None)), "needs a name of letters, digits and underscores.")
     _check_methods(hook)
     for name, option in inspect.signature(hook, eval_str=True).parameters.items():
-        if name not in hook_options(hook) or inspect.Parameter.empty in (option.default, option.annotation):
+        if option.kind is not inspect.Parameter.KEYWORD_ONLY or inspect.Parameter.empty in (
+            option.default,
+            option.annotation,
+        ):
             remedy = f"an option must be keyword-only, annotated, and have a default: (self, *, {name}: int = 1)"
             raise UsageError(f"takes {name!r}; {remedy}.")
     points = _declared_points(hook)
@@ -55,7 +58,10 @@ def _check_methods(hook: type[TrainingHook]) -> None:
     hint = " (or a table metrics)" if "describe_metrics" in missing else ""
     require(not missing, f"must define {', '.join(f'{name}()' for name in sorted(missing))}{hint}.")
     for name in [name for name in dir(base) if not name.startswith("_") and callable(getattr(base, name))]:
-        arguments, method = inspect.signature(getattr(base, name)).parameters, getattr(hook, name)
+        expected, method = getattr(base, name), getattr(hook, name)
+        if method is expected or getattr(method, "__func__", method) is getattr(expected, "__func__", expected):
+            continue
+        arguments = inspect.signature(expected).parameters
         try:
             inspect.signature(method).bind(*arguments)
         except TypeError as error:

@@ -257,7 +257,7 @@ def test_own_changes_of_modes_end_complete_checks(number):
     isolation = Isolation(state)
     for _ in range(number - 1):
         make_calls(isolation, {OWN[0]: nothing})
-    with pytest.raises(StateMutationError, match="Hook 'first' .*modules/.training"):
+    with pytest.raises(StateMutationError, match=r"Hook 'first' .*modules/\.training"):
         make_calls(isolation, {OWN[0]: partial(switch_mode, state)})
 
 
