@@ -210,7 +210,7 @@ class RunState:
             state.loop.pre_epoch = manager.pre_epoch_copy
             state.loop.pre_epoch.save(state)
         restore_state(content["state"], state, where)
-        manager.delivery.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})
+        manager.delivery.load_state_dict(content["metrics"], manager.origins)
         manager.hooks.load_state_dict(content["hooks"])
         last = state.loop.step + len(manager.task.loader)
         manager.hooks.failures.reloaded = dict.fromkeys(content["hooks"], last)

@@ -12,7 +12,10 @@ from ..runs import ExperimentRunner, RunFlags, field_names
 from .parser import NAMES, CommandParser, Option, field_options, heading_of
 
 Experiment = type[ExperimentRunner[Any]]
-METAVARS = {"with_hooks": "GROUP", "device": "DEVICE", "guardian_device": "DEVICE", "output_dir": "DIR"}
+METAVARS = {
+    **{"with_hooks": "GROUP", "budget": "SHARE", "device": "DEVICE", "guardian_device": "DEVICE"},
+    "output_dir": "DIR",
+}
 COMMON, RARE = "Experiment and hooks", "Rare options"  # headings in the help
 
 
@@ -72,7 +75,7 @@ def _help_groups(experiment: Experiment) -> dict[str, list[str]]:
     """Return the names of all options by the heading under which the help shows them, common ones first."""
     sinks, checkpoints = [flag_name(sink) for sink in flag_sinks()], ["save_checkpoints", "checkpoint_every_steps"]
     groups = {
-        COMMON: ["preset", "strategy", "seed", "hooks", "with_hooks", "hook_config", "reference"],
+        COMMON: ["preset", "strategy", "seed", "hooks", "with_hooks", "hook_config", "budget", "reference"],
         "Output and display": ["output_dir", "overwrite", *sinks, "verbose", "live", "silent", "no_console_output"],
         "Checkpoints": [*checkpoints, "keep_checkpoints", "digest_every", "resume", "exact"],
         "Devices and processes": ["device", "jobs", "parallel"],

@@ -59,6 +59,19 @@ def _count_from_zero(text: str) -> int:
     return 0 if text == "0" else positive_count(text)
 
 
+def _budget(text: str) -> str:
+    """Return a share of the CPU time, ``none``, or the folder of a run, which is read by attach."""
+    if text.lower() == "none":
+        return "none"
+    number = text.removesuffix("%")
+    is_share = bool(re.fullmatch(r"(\d+\.?\d*|\.\d+)(e-?\d+)?", number)) and 0 < float(number) <= (
+        1 if number == text else 100
+    )
+    if is_share or os.path.isdir(text):
+        return text if is_share else os.path.abspath(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 5% or 0.05, none, or the folder of a run")
+
+
 def watch_parser() -> argparse.ArgumentParser:
     """Build the parser of ``loopscope watch``."""
     parser = CommandOfOthers("loopscope watch", usage=USAGE, add_help=False, allow_abbrev=False)
@@ -72,6 +85,8 @@ def watch_parser() -> argparse.ArgumentParser:
     every = "steps between two digests of the training state, 0 for none (1, 10, 100, every 1,000 steps, the last)"
     add("--digest-every", metavar="N", type=_count_from_zero, help=every)
     add("--display", choices=("brief", "normal", "verbose", "silent", "none"), help="what is shown (brief)")
+    budget = "bound on the hooks' CPU time, as a share of the training's, or none (5%%)"
+    add("--budget", metavar="SHARE", type=_budget, help=budget)
     add("--audit", action="store_true", help="compare every byte of the training before and after every hook")
     add("--stop-after", metavar="N", type=positive_count, help="end the command after N steps, with status 0")
     add("--stop-on", choices=("critical", "nonfinite"), help="end the command at such a finding, with status 3")

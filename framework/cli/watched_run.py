@@ -169,7 +169,9 @@ class WatchedRun:
             for name, schedule in schedules.items()
         }
         shared = {name: recorded[name] for name in KEPT if name in recorded}
-        return shared | chosen | {"schedules": delayed}
+        # The hooks of the run have the schedules that they had there; others measure at all of their steps.
+        budget = {"budget": None if any(hooks.values()) else str(self.folder.absolute())}
+        return shared | chosen | {"schedules": delayed} | budget
 
     def _run(self, out: Path, options: Mapping[str, Any], expected: Mapping[Moment, Digest]) -> set[Moment]:
         """Run the command, with a record of this training in ``out``, and return the moments that were compared."""

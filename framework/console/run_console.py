@@ -168,6 +168,8 @@ class RunConsole(Display):
         if self._live is not None:
             self._live.board.results.append(shown)
         self._stop_progress()
+        if line := tables.budget_line(shown):
+            self._print(Text(line))
         if self._mode == "brief":
             self._print(tables.brief_result(shown))
         else:

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..doctor import Diagnosis, brief_lines
+from ..engine import budget_text
 from ..errors import counted, short_path
 from ..hooks import ALERTS, ALWAYS, ENDLESS, MetricInfo, RunInfo, SinkRegistry, TrainingHook, hook_options
 from ..hooks.selection import hook_kind
@@ -80,6 +81,12 @@ def brief_result(summary: Mapping[str, Any]) -> Text:
         (f"; {lost}" if lost else "", "bold red"),
         f"; details: loopscope doctor {short_path(Path(summary['output_dir']))}",
     )
+
+
+def budget_line(summary: Mapping[str, Any]) -> str:
+    """Return the line with the schedules of hooks under a budget, and their cost; empty without one."""
+    text = budget_text(summary.get("budget", {}))
+    return f"loopscope: {text}" if text else ""
 
 
 def final_numbers(summary: Mapping[str, Any]) -> dict[str, float]:

@@ -13,6 +13,8 @@ from .findings import Finding, ranked, with_causes
 from .history import History
 from .measures import CHECKS, LEARNED, learned_share
 
+THINNING = "budget/thinning"
+"""The family of metrics with the factor by which a budget has thinned the schedule of each hook."""
 _FAILED = (" cannot run: ", " raised at ")
 """Parts of the reason of a hook that was left out because it failed, and not because it does not suit the training."""
 
@@ -26,6 +28,7 @@ def diagnose(history: History) -> Diagnosis:
     for detector in all_detectors():
         findings += _findings_of(detector, history)
     not_checked = _not_checked(history)
+    findings = [with_spacing(finding, history) for finding in findings]
     return Diagnosis(with_causes(ranked(findings)), [*not_checked, *_missing(history)], unchecked=" ".join(not_checked))
 
 
@@ -60,6 +63,23 @@ def lowered(finding: Finding, history: History) -> Finding:
     if finding.severity == "critical" and fall > 0.5:
         return replace(finding, severity="warning", why=finding.why + since)
     return finding
+
+
+def with_spacing(finding: Finding, history: History) -> Finding:
+    """Return a finding that names the steps between two looks if a budget had thinned the schedule of its metric."""
+    metrics = [item.metric for item in finding.evidence if item.metric in history.curves]
+    if not finding.step or not metrics:
+        return finding
+    factor = history.curve(f"{THINNING}/{metrics[0].partition('/')[0]}").at(finding.step)
+    earlier = history.curve(metrics[0]).steps
+    earlier = earlier[earlier < finding.step]
+    if not factor > 1 or not len(earlier):
+        return finding
+    every = finding.step - int(earlier[-1])
+    if every < 2:  # the loss is recorded at every step
+        return finding
+    first_seen = f" First seen at step {finding.step:,} (looked at every {every:,} steps)."
+    return replace(finding, why=finding.why + first_seen)
 
 
 def _not_checked(history: History) -> list[str]:

@@ -1,5 +1,6 @@
 """Hook calls of a run: schedules, isolated calls, failures, metric delivery, and the loop that triggers them."""
 
+from .budget import BUDGET, THINNING, BudgetSettings, Decisions, budget_text
 from .commits import CommitRecord
 from .driver import Driver
 from .error_advice import unmet_need
@@ -7,4 +8,7 @@ from .log import log
 from .manager import HookManager
 from .model_context import ModelContext
 
-__all__ = ["CommitRecord", "Driver", "HookManager", "ModelContext", "log", "unmet_need"]
+__all__ = [
+    "BUDGET", "THINNING", "BudgetSettings", "CommitRecord", "Decisions", "Driver", "HookManager", "ModelContext",
+    "budget_text", "log", "unmet_need",
+]

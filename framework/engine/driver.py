@@ -18,6 +18,7 @@ from ..state.parameter_groups import learning_rate_of
 from ..tensors import accumulate, is_readable, joint_norm, local_shards, unsharded
 from ..training import BACKWARD, END, FORWARD, HOOKS, MANY_EVENTS, UPDATE, TrainingTask
 from .backward_calls import BackwardCalls
+from .budget import Budget
 from .hook_set import HookSet
 from .manager import HookManager
 from .metric_delivery import QueueLength
@@ -26,6 +27,8 @@ from .metric_delivery import QueueLength
 PRE_EPOCH, PRE_STEP, POST_BACKWARD, PRE_UPDATE, POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint
 # The series doubles whenever it is full, so that each column is copied about once over a run.
 INITIAL_COLUMNS = 128  # steps
+ENTRIES = ("begin_step", "backward_callback", "after_backward", "before_update", "after_update")
+"""The calls of a step, whose cost no schedule changes."""
 
 
 class Driver:
@@ -44,6 +47,10 @@ class Driver:
         self.can_cancel_steps = False
         """Whether the loop may call :meth:`cancel_step`, for which hooks at PRE_STEP are remembered."""
         self._before_step: tuple[dict[str, Any], QueueLength] | None = None
+        self._budget = manager.budget
+        if self._budget is not None:
+            self._budget.meter.observe(self, ENTRIES)
+            self.flush_steps = self._budget.meter.of_delivery(self.flush_steps)  # type: ignore[method-assign]
 
     def begin_epoch(self, *, snapshot_follows: bool) -> None:
         """Clear the accumulators of the epoch and, if a hook needs it, copy the current state."""
@@ -96,7 +103,8 @@ class Driver:
             self.manager.fire(PRE_STEP)
         if not self._taps.is_idle:
             self._taps.arrange()
-        if self._saves_streams:
+        # Repeating the pass is for hooks after it: under a budget few steps have one.
+        if self._saves_streams and (self._budget is None or self._is_any_due_after_backward()):
             self.manager.save_step_streams()
         scaler = self.task.scaler
         loop.loss_scale = None if scaler is None else scaler.get_scale()
@@ -142,10 +150,26 @@ class Driver:
             loop.running_steps += 1
         loop.loss = loss
         if self._recorder.is_needed:
-            self._recorder.record(loop, skipped=skipped)
+            if self._budget is None:
+                self._recorder.record(loop, skipped=skipped)
+            else:
+                self._record_within_budget(self._budget, skipped=skipped)
         if self._hooks.listeners.at[POST_BACKWARD] or not self._taps.is_idle:  # taps may need a separate pass
             self.manager.fire(POST_BACKWARD)
         self._mark((UPDATE, self._now()))
+
+    def _is_any_due_after_backward(self) -> bool:
+        first_due, step = self._hooks.listeners.first_due, self.loop.step
+        return step >= min(first_due[POST_BACKWARD], first_due[PRE_UPDATE], first_due[POST_STEP])
+
+    def _record_within_budget(self, budget: Budget, *, skipped: bool) -> None:
+        """Record gradient data if a hook is due that needs them, as a part of the time of hooks."""
+        self._hooks.has_current_norm = self._recorder.needs_every_step or self._is_any_due_after_backward()
+        if self._hooks.has_current_norm:
+            since = budget.now()
+            self._recorder.record(self.loop, skipped=skipped)
+            seconds = budget.now() - since
+            budget.add_visit(POST_BACKWARD, seconds, seconds)
 
     def before_update(self) -> None:
         """Fire PRE_UPDATE and record the learning rate of the step; not called for a skipped step."""
@@ -172,6 +196,8 @@ class Driver:
             self.loop.skipped_steps += 1
         elif listeners := self._hooks.listeners.at[POST_STEP]:
             self.manager.call_hooks(POST_STEP, listeners)
+        if self._budget is not None:
+            self._budget.end_step(self.loop.step)
         self._mark((END, self._now()))
 
     def end_batches(self) -> None:
@@ -255,6 +281,14 @@ class GradientRecorder:
         self._records_series = hooks.listeners.any_has("needs_step_series")
         self.is_needed = self._records_sums or self._records_previous or self._records_series
         """Whether any hook needs gradient data."""
+        within_steps = {item.hook for point in STEP_POINTS for item in hooks.listeners.at[point]}
+        others = [item.hook for point in EPOCH_END for item in hooks.listeners.at[point]]
+        self.needs_every_step = (
+            self._records_sums
+            or self._records_previous
+            or any(hook.needs_step_series for hook in others if hook not in within_steps)
+        )
+        """Whether a hook needs gradient data also of steps at which it is not due."""
         self._named: list[tuple[str, nn.Parameter]] = []
 
     def forget_parameters(self) -> None:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from functools import cache, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,15 @@ from .state_offload import StateOffload
 Result = TypeVar("Result")
 PLAIN_VALUES = (str, bytes, bool, int, float, complex, type(None))
 """Types of values that cannot change: a batch of these alone is restored with its containers."""
+
+
+class PassTimer(Protocol):
+    """Receives the CPU time of the calls of hooks during passes."""
+
+    now: Callable[[], float]
+
+    def add_pass(self, hook: TrainingHook, step: int, seconds: float) -> None:
+        """Note the time of a call."""
 
 
 class HookSet:
@@ -74,6 +83,10 @@ class HookSet:
         """Failures on this rank since the last :meth:`synchronise_failures`."""
         self.has_unsynchronised_calls = False
         """Whether other ranks may not know of failures of calls since the last :meth:`synchronise_failures`."""
+        self.has_current_norm = True
+        """Whether the series of the steps contains the newest one; without a budget it contains all."""
+        self.pass_timer: PassTimer | None = None
+        """Times the calls during passes, under a budget."""
         self._disabled = False
         self._checked_first_batch = False
 
@@ -179,7 +192,13 @@ class HookSet:
             with self.profiler.clock.during(HOOKS), self.profiler.section(hook.name), attention_not_read():
                 return self.isolation.observe_in_pass(call, function)
 
-        return self._call_safely(hook, call.where, call.step, run_in_pass)
+        timer = self.pass_timer
+        since = 0.0 if timer is None else timer.now()
+        try:
+            return self._call_safely(hook, call.where, call.step, run_in_pass)
+        finally:
+            if timer is not None:
+                timer.add_pass(hook, call.step, timer.now() - since)
 
     def run_isolated(self, name: str, where: str, function: Callable[[], Result]) -> Result:
         """Run code that is not a hook, such as the evaluation, isolated like an observer; requires a visit."""

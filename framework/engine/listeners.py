@@ -1,5 +1,6 @@
 """Listeners: the hooks of each hook point in the order of their calls, with their schedules."""
 
+import sys
 from collections.abc import Iterable
 from operator import attrgetter
 
@@ -29,14 +30,28 @@ class Listener:
         self.call_order = 0 if self.intervention is None else 1 + bool(self.intervention.commits)
         """Order at one point: observers, interventions, committing interventions."""
         self.has_urgent_metrics = point in STEP_POINTS and type(hook).is_urgent is not TrainingHook.is_urgent
-        schedule = hook.point_schedules.get(point, hook.step_schedule)
+        self.reschedule()
+
+    def reschedule(self) -> None:
+        """Use the schedule that the hook has now."""
+        hook, point = self.hook, self.point
+        self.schedule = schedule = hook.point_schedules.get(point, hook.step_schedule)
         advice = "it must be a StepSchedule, such as StepSchedule(mode='stride', every_n_steps=10)"
         is_valid = isinstance(schedule, StepSchedule)
         require(is_valid, f"Hook {hook.name!r} has step_schedule = {schedule!r}; {advice}.")
         skips_steps = (schedule.mode != "continual" or schedule.warmup > 0) and point in STEP_POINTS
         self._schedule = schedule if skips_steps else None  # None: every step, or a point between steps
-        self.is_always_due = window == ALWAYS and self._schedule is None
+        self.is_always_due = self._window == ALWAYS and self._schedule is None
         """Whether :meth:`is_due` need not be called: most hooks fire at every step."""
+
+    @property
+    def takes_every_step(self) -> bool:
+        """Whether the hook fires at every step of a step-level point, in any epoch."""
+        return self.is_always_due and self.point in STEP_POINTS
+
+    def next_due(self, step: int) -> int:
+        """Return the first step from ``step`` on that the schedule selects, or an earlier one."""
+        return step if self._schedule is None else self._schedule.next_due(step)
 
     def is_due(self, epoch: int, step: int) -> bool:
         """Return whether the hook fires at this step of this epoch."""
@@ -71,10 +86,26 @@ class Listeners:
                 by_point[point].append(Listener(hook, point, window))
         self.at = [sorted(listeners, key=attrgetter("call_order")) for listeners in by_point]
         """The listeners by hook point. A point without listeners costs only this lookup."""
+        self.first_due = self._unknown_first_due()
+        """By point, a step before which no listener is due; 0 if it is not known, as always without a budget."""
         self.of_backward_passes = [
             hook for hook in hooks if type(hook).before_backward is not TrainingHook.before_backward and self.of(hook)
         ]
         """The hooks that are called before backward passes."""
+
+    def reschedule(self) -> None:
+        """Use the schedules that the hooks have now."""
+        self.first_due = self._unknown_first_due()
+        for listener in (item for listeners in self.at for item in listeners):
+            listener.reschedule()
+
+    def _unknown_first_due(self) -> list[int]:
+        return [0 if listeners else sys.maxsize for listeners in self.at]
+
+    def find_first_due(self, point: HookPoint, step: int, without: Listener | None) -> None:
+        """Find the first step from ``step`` on at which a listener of a step-level point may be due."""
+        steps = [item.next_due(step) for item in self.at[point] if item is not without]
+        self.first_due[point] = min(steps, default=sys.maxsize)
 
     def drop(self, hook: TrainingHook) -> None:
         """Remove all listeners of a hook."""

@@ -32,6 +32,7 @@ from ..isolation import Call, Isolation, StateCopy, borrowed_extras, borrowed_mo
 from ..state import TrainingState, optimizers_of
 from ..taps import TapSet
 from ..training import LossProbe, ObservedPass, Profiler, TrainingTask, without_graph
+from .budget import BUDGET, Budget, BudgetSettings
 from .commits import refuse_commits_for_closures
 from .evaluations import EvaluationListener
 from .failures import HookFailures, OnError
@@ -69,6 +70,7 @@ class HookManager:
         offload_state: keep the state of hooks on the CPU between calls.
         reference_weights: the weights of a reference solution by parameter name, with the placement of the model's.
         evaluation_listeners: observers of the evaluations in eval mode, whose alerts go to the sinks.
+        budget: the bound on the time of hooks; by default there is none.
     """
 
     _started = _ended = False
@@ -91,6 +93,7 @@ class HookManager:
         offload_state: bool = False,
         reference_weights: Mapping[str, torch.Tensor] | None = None,
         evaluation_listeners: Sequence[EvaluationListener] = (),
+        budget: BudgetSettings | None = None,
     ) -> None:
         named = without_duplicates(hooks)
         refuse_commits_for_closures(treatments(named), task.optimizer)
@@ -121,6 +124,8 @@ class HookManager:
         )
         self._numbers = RowNumbers(global_batches(task.loader))
         self.delivery = MetricDelivery(self.isolation, sinks, self.hooks.call, self._rows_of)
+        self.budget = None if budget is None else Budget(budget, self.hooks, self.delivery, task.ranks)
+        """The budget of the hooks' time, if there is one."""
         self.untapped_pass = self.taps.untapped_pass
         """Context manager without taps, for the extra loss evaluations of a step by optimizers with a closure."""
         self._hook_calls = HookCalls(self.hooks, task, state, self.delivery, guardian_device, reference_weights)
@@ -137,6 +142,11 @@ class HookManager:
         if self._started and not self._ended and self.delivery.has_pending:
             sentence = "A hook manager was not ended: metrics of its last steps are lost, and files may be incomplete."
             warn(f"{sentence} Call manager.end('completed') after the loop.", RunNotice, stacklevel=2)
+
+    @property
+    def origins(self) -> dict[str, TrainingHook]:
+        """The origins of metrics by name: the hooks, and what stands for the budget in their place."""
+        return {hook.name: hook for hook in (*self.hooks, BUDGET)}
 
     def check_loop(self, loop: str) -> None:
         """Raise :class:`UsageError` if the manager was made for another loop, or has ended."""
@@ -197,6 +207,10 @@ class HookManager:
         self.hooks.synchronise_failures()
         self._lacks = run.lacks
         self._leave_out_separate_taps("start")
+        if self.budget is not None:
+            self.budget.start(self.state.loop.step)
+            if self.budget.factors:
+                self._hook_calls.budget = self.hooks.pass_timer = self.budget
         names = ", ".join(hook.name for hook in self.hooks) or "none"
         self.log(logging.INFO, "Started %s/%s with the hooks %s.", run.experiment, run.strategy, names)
 
@@ -287,6 +301,8 @@ class HookManager:
             return
         self._ended = True
         self.taps.remove()
+        if self.budget is not None:
+            self.budget.end()
         if status == "completed" and self._started:
             self.report_evaluation()
         # The stack closes the sinks last, after the hooks, and also if a hook or the flush raises.

@@ -160,6 +160,11 @@ class TrainingHook(Remembering, ABC):
     step_schedule: StepSchedule = EVERY_STEP
     point_schedules: Mapping[HookPoint, StepSchedule] = MappingProxyType({})
     """Schedules of single step-level points; ``step_schedule`` applies to the others."""
+    has_fixed_schedule: ClassVar[bool] = False
+    """The steps between two calls are part of what the hook measures, so that a budget leaves its schedule as it is."""
+    loop_values: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Metrics of every step that are values of the loop (``loss``, ``step_lr``), by name; they are also recorded at
+    steps at which a budget skips the hook."""
     needs_grads: ClassVar[bool] = False
     needs_prev_step_grads: ClassVar[bool] = False
     needs_step_series: ClassVar[bool] = False

@@ -127,6 +127,18 @@ class StepSchedule:
         length = self.burst_length if self.mode == "burst" else 1
         return (step - self.warmup - 1) % self.every_n_steps < length
 
+    def next_due(self, step: int) -> int:
+        """Return the first step from ``step`` on that the schedule selects.
+
+        >>> StepSchedule(mode="stride", every_n_steps=10, also=(2, 5)).next_due(3)
+        5
+        """
+        step = max(step, self.warmup + 1)
+        if self.is_due(step):
+            return step
+        following = step + self.every_n_steps - (step - self.warmup - 1) % self.every_n_steps
+        return min([self.warmup + other for other in self.also if self.warmup + other >= step] + [following])
+
 
 EVERY_STEP = StepSchedule()
 """The schedule that is due at every step."""

@@ -81,6 +81,7 @@ def attach(
     reference: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
     isolate_evaluation: bool = True,
+    budget: float | str | Path | None = 0.05,
 ) -> AttachedScope:
     """Attach hooks to an existing training, without changing a bit of it; return its :class:`Scope`.
 
@@ -141,6 +142,9 @@ def attach(
         config: a description of the training for the record, as plain values.
         isolate_evaluation: undo the side effects of evaluations (random numbers, modes, buffers, swapped weights), so
             that they do not change the training; ``False`` keeps them, as in the script without loopscope.
+        budget: the bound on the CPU time of the hooks of ``with_hooks``, as a share of the training's (``0.05`` or
+            ``"5%"``), which thins their schedules; ``None`` leaves these as they are, and the folder of a run repeats
+            its schedules. Hooks with an entry in ``schedules`` are not thinned.
 
     Raises:
         UsageError: for a training or an argument that attach does not support; the message says what to do.
@@ -152,6 +156,7 @@ def attach(
     given |= {"is_loop_given": loop is not None, "audit_hooks": audit}
     given["reference"] = Path(reference) if isinstance(reference, str) else reference
     chosen = {name: given[name] for name in AttachOptions.__dataclass_fields__ if given[name] is not None}
+    chosen["budget"] = budget  # None has a meaning
     with preserved_streams():  # importing plug-ins and creating hooks may draw random numbers
         return _attach(target, chosen, given)
 

@@ -83,6 +83,7 @@ class AttachArguments(TypedDict, total=False):
     reference: str | Path | None
     config: Mapping[str, Any] | None
     isolate_evaluation: bool
+    budget: float | str | Path | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,7 @@ from ..runs import (
     Run,
     RunRecord,
     attempt,
+    budget_of,
     create_manager,
     environment,
     load_reference,
@@ -326,6 +327,7 @@ class AttachedLoop:
             left_out=left_out,
             sinks=[*options.create_sinks(), *self._console.sinks()],
             reference_weights=reference,
+            scheduled=[] if isinstance(budget_of(options.budget), Path) else [*options.schedules],
         )
 
     def _synchronise_options(self, accumulate: int) -> None:

@@ -68,7 +68,7 @@ class StoredState:
         """Restore loop, hooks and metrics; model and optimizer are restored by the script."""
         content = self.content
         vars(manager.state.loop).update(deepcopy(content["loop"]))
-        origins = {hook.name: hook for hook in (*manager.hooks, REPORTED)}
+        origins = manager.origins | {REPORTED.name: REPORTED}
         manager.delivery.load_state_dict(content["metrics"], origins)
         manager.hooks.load_state_dict(content["hooks"])
         manager.hooks.failures.earlier = content["errors"], content["left_out"]

@@ -44,6 +44,8 @@ EVENTS = (
     *("before_update", "after_update"),
 )
 """The methods that a training calls unknowingly, besides those with the arguments of passes."""
+ENTRIES = ("micro_batch", "before_backward", "after_backward", "on_gradients_used", "before_update", "after_update")
+"""The calls of a step, whose cost no schedule changes."""
 CLEARED = 3
 """Steps with gradients that were cleared before the update, from which on they are reported."""
 UNUSED = 64
@@ -244,6 +246,8 @@ class CustomLoop(Transient):
         self._driver, self._scaler = attached.driver, task.scaler
         self._driver.can_cancel_steps = True
         self._clock = attached.clock
+        if attached.manager.budget is not None:
+            attached.manager.budget.meter.observe(self, ENTRIES)
         self._modes = EvaluationModes(
             task.model,
             self._driver.loop,

@@ -1,10 +1,12 @@
 """Runs of experiments: options, records, the training session, resuming, and the folder of results."""
 
 from ..errors import require
+from .budgets import read_decisions
 from .checks import check_device
 from .provenance import read_provenance, script_digest
 from .config import (
-    ExperimentConfig, RunFlags, RunOptions, RunSettings, allowed_words, describe_type, field_names, fits, union_members,
+    ExperimentConfig, RunFlags, RunOptions, RunSettings, allowed_words, budget_of, describe_type, field_names, fits,
+    union_members,
 )
 from .file_manifest import ALL, READ, SETTINGS, changed_files, changes_text, warn_of_changes
 from .records import (
@@ -24,13 +26,13 @@ from .summaries import status_of_script
 from .validation import DivergedError, StepRange, divergence_error
 
 __all__ = [
-    "ALL", "ATTACHED", "ATTACHED_RUNS", "CONFIG", "EXPLANATION", "INCOMPLETE", "READ", "REWINDS", "SETTINGS", "SUMMARY",
-    "TRAINED", "Completed", "Display", "DivergedError", "ExperimentConfig", "ExperimentRunner", "FailedSink",
-    "OptionsByHook", "Record", "RecordSink", "ReplaySink", "Run", "RunFlags", "RunFolder", "RunOptions", "RunRecord",
-    "RunSettings", "Session", "StepRange", "StrategyPlan", "allowed_words", "attempt", "build_run", "changed_files",
-    "changes_text", "check_device", "checked_fields", "create_manager", "describe_type", "differences",
-    "divergence_error", "environment", "field_names", "fits", "forward_emits", "history_without_metrics",
-    "load_reference", "read_alerts", "read_history", "read_initial", "read_outcome", "read_provenance", "read_status",
-    "read_step_times", "record_of", "refuse_another_run", "require", "run_folders", "script_digest", "status_of_script",
-    "union_members", "versions", "warn_of_changes",
+    "ALL", "ATTACHED", "ATTACHED_RUNS", "CONFIG", "EXPLANATION", "INCOMPLETE", "READ", "REWINDS", "SETTINGS",
+    "SUMMARY", "TRAINED", "Completed", "Display", "DivergedError", "ExperimentConfig", "ExperimentRunner",
+    "FailedSink", "OptionsByHook", "Record", "RecordSink", "ReplaySink", "Run", "RunFlags", "RunFolder",
+    "RunOptions", "RunRecord", "RunSettings", "Session", "StepRange", "StrategyPlan", "allowed_words", "attempt",
+    "budget_of", "build_run", "changed_files", "changes_text", "check_device", "checked_fields", "create_manager",
+    "describe_type", "differences", "divergence_error", "environment", "field_names", "fits", "forward_emits",
+    "history_without_metrics", "load_reference", "read_alerts", "read_decisions", "read_history", "read_initial",
+    "read_outcome", "read_provenance", "read_status", "read_step_times", "record_of", "refuse_another_run",
+    "require", "run_folders", "script_digest", "status_of_script", "union_members", "versions", "warn_of_changes",
 ]

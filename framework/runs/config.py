@@ -3,11 +3,12 @@
 import math
 import types
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from ..errors import require, unknown
+from ..errors import UsageError, require, unknown
 from ..names import as_names
 from ..option_words import option_text
 from ..training import Parallel
@@ -97,6 +98,8 @@ class RunSettings:
         hook_offload_state: keep the state of hooks on the CPU between their calls.
         reference: final weights, or the folder of a run, that hooks measure against.
         overwrite: replace a run in the output directory.
+        budget: bound on the CPU time of a group's hooks, as a share of the training's (0.05 or 5%), which thins their
+            schedules; none leaves these as they are.
     """
 
     with_hooks: str | None = None
@@ -108,9 +111,11 @@ class RunSettings:
     hook_offload_state: bool = False
     reference: Path | None = None
     overwrite: bool = False
+    budget: float | str | None = 0.05
 
     def __post_init__(self) -> None:
-        """Raise :class:`UsageError` for an unknown value of ``on_hook_error``."""
+        """Raise :class:`UsageError` for an unknown value of ``on_hook_error``, or of the budget."""
+        budget_of(self.budget)
         if self.on_hook_error not in (words := ("raise", "skip", "auto")):
             raise unknown("value of on_hook_error:", str(self.on_hook_error), words)
 
@@ -171,6 +176,30 @@ class RunOptions(RunFlags):
         super().__post_init__()
         for name in ("strategies", "hooks"):
             object.__setattr__(self, name, as_names(getattr(self, name)))
+
+
+def budget_of(value: object) -> float | Path | None:
+    """Return a budget as a share, or as the folder of an earlier run whose schedules are repeated.
+
+    >>> budget_of("5%"), budget_of(0.1), budget_of("none")
+    (0.05, 0.1, None)
+
+    Raises:
+        UsageError: for another value.
+    """
+    if value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null")):
+        return None
+    text = str(value).strip()
+    with suppress(ValueError):
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        if 0 < share <= 1 and not isinstance(value, bool):
+            return share
+    if isinstance(value, (str, Path)) and text and Path(text).is_dir():
+        return Path(text)
+    raise UsageError(
+        f"budget is {value!r}; it must be a share of the training's CPU time, such as 0.05 or 5%, none, or the folder "
+        "of a run whose schedules are repeated."
+    )
 
 
 def field_names(options: type[ExperimentConfig | RunFlags]) -> list[str]:

@@ -1,6 +1,6 @@
 """The life cycle of a run in any loop: the lock of its folder, the start of its hooks, its record and its summary."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ from ..hooks.selection import ConfiguredHook
 from ..loops import NoProgress, Progress
 from ..state import TrainingState, optimizers_of
 from ..training import TrainingTask
+from .budgets import budget_settings
 from .checks import check_device
 from .config import RunSettings
 from .records import RunRecord
@@ -227,8 +228,9 @@ def create_manager(
     left_out: Mapping[str, str],
     sinks: Sequence[MetricSink],
     reference_weights: Mapping[str, Tensor] | None,
+    scheduled: Collection[str] = (),
 ) -> HookManager:
-    """Create the manager of a run's hooks with the settings of the run."""
+    """Create the manager of a run's hooks with the settings of the run; the caller has chosen schedules for some."""
     device = check_device(settings.guardian_device) if settings.guardian_device else None
     return HookManager(
         [item.hook for item in hooks],
@@ -246,6 +248,7 @@ def create_manager(
         offload_state=settings.hook_offload_state,
         reference_weights=reference_weights,
         evaluation_listeners=[EvaluationDropout(task.model)],
+        budget=budget_settings(settings.budget, hooks, {*required, *scheduled}),
     )
 
 

@@ -26,6 +26,7 @@ from ..engine import HookManager
 from ..errors import LoopscopeError, UsageError, listed, notice, require, short_path
 from ..option_words import option_text
 from ..state import LoopState
+from .budgets import read_decisions
 from .records import TRAINED, RunRecord, differences, read_outcome
 from .resume import check_environment, refuse_another_run, refuse_other_data
 from .run_folder import RunFolder
@@ -139,6 +140,7 @@ def validate(training: StrategyTraining, earlier: EarlierRun) -> Sequence[int]:
     validation = Validation(training.manager, earlier, training.run.record)
     refuse_other_data(earlier.folder, earlier.record, training.record_rows())
     training.folder.make()
+    _repeat_budget(training.manager, earlier.folder)
     training.retrain(validation)
     if missing := validation.missing():
         raise DivergedError(f"The run ended before the checkpoints or digests of these (epoch, step): {missing}.")
@@ -205,12 +207,19 @@ def rewind(training: StrategyTraining, stretch: StepRange, earlier: EarlierRun) 
     try:
         training.run.enter_folder()
         training.claim()
+        _repeat_budget(manager, folder)
         training.retrain(validation, recorded=True)
     finally:
         training.run.release()
     last = manager.state.loop.step
     require(last >= stretch.step, f"The run ended after step {last:,}, before step {stretch.step:,}.")
     return validation.steps()
+
+
+def _repeat_budget(manager: HookManager, folder: Path) -> None:
+    """Let the hooks of a budget have the schedules that they had in an earlier run."""
+    if manager.budget is not None:
+        manager.budget.repeat(read_decisions(folder))
 
 
 def _describe_cost(stretch: StepRange, steps: int, outcome: Mapping[str, Any] | None, *, is_comparable: bool) -> str:

@@ -158,6 +158,7 @@ class WeightAverage(TrainingHook):
     """
 
     name = "weight_average"
+    has_fixed_schedule = True
     hook_points = frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})
     _snapshots = Remembered(int)
     _averages = Remembered(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class TrainingChecks(TrainingHook):
     name = "training_checks"
     hook_points = frozenset({HookPoint.POST_BACKWARD, HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
     in_health = True
+    loop_values = MappingProxyType({"loss": "loss"})
     needs_step_series = True
     metrics = """
         loss | L, the loss of the step; reported every step | (−∞, ∞)

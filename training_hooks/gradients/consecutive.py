@@ -57,6 +57,7 @@ class Consecutive(TrainingHook):
     needs_dense_gradients = True
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.POST_BACKWARD})}
     needs_grads = True
+    has_fixed_schedule = True
     _memory = Remembered(FlatMemory)
     _owners = Remembered(dict[str, list[str]])  # for each vector of the memory: the parameters that had a gradient
     _summed = Remembered(int)

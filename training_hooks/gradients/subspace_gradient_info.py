@@ -85,6 +85,7 @@ class SubspaceGradientInfo(TrainingHook):
     """
 
     name = "subspace_gradient_info"
+    has_fixed_schedule = True
     needs_dense_gradients = True
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     _history = Remembered(lambda hook: GradientHistory(hook.window + 1, hook.projection), by_options=True, merged=True)

@@ -96,6 +96,7 @@ class GradientOverflow(TrainingHook):
     """
 
     name = "gradient_overflow"
+    has_fixed_schedule = True
     hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_BACKWARD})
 
     interval: int = 100

@@ -1,6 +1,7 @@
 """The basic metrics of every record: loss, accuracies, learning rate and other results of the evaluation."""
 
 import math
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ class TrainingMetrics(TrainingHook):
 
     name = "training_metrics"
     always = True
+    has_fixed_schedule = True
+    loop_values = MappingProxyType({"loss": "loss", "lr": "step_lr"})
     reports_evaluations = True
     loop_points = {"epoch": {HookPoint.POST_EPOCH}, "step": {HookPoint.POST_STEP, HookPoint.SNAPSHOT}}
     metrics = """

@@ -38,6 +38,7 @@ class PathLength(TrainingHook):
     """
 
     name = "path_length"
+    has_fixed_schedule = True
     loop_points = {
         "epoch": frozenset({HookPoint.POST_BACKWARD, HookPoint.POST_EPOCH}),
         "step": frozenset({HookPoint.POST_BACKWARD, HookPoint.SNAPSHOT}),
