@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from time import thread_time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import listed
 from ..hooks import STEP_POINTS, HookPoint, Metrics, RunDataContext, StepSchedule, TrainingHook
@@ -20,6 +20,8 @@ FIRST_WINDOW = 32
 """Steps with full schedules, which contain all early checks; the first decision follows."""
 WINDOW = 128
 """Steps between two later decisions."""
+WARM_UP = 4
+"""First steps, which load code and fill caches, and do not count."""
 METERED = 4
 """Steps before a decision in which the calls of the loop into loopscope are timed."""
 MOST = 2**10
@@ -37,6 +39,11 @@ REMEMBERED_CALLS = 64
 PASSES = -1
 """In place of a hook point: the calls of a hook during the passes of a step."""
 
+POINTS = {point.name: int(point) for point in STEP_POINTS}
+AFTER_BACKWARD = frozenset({int(point) for point in STEP_POINTS} - {int(HookPoint.PRE_STEP)})
+RECORDING = -2
+"""In place of a hook point: the record of gradient norms, for all hooks that need them."""
+Result = TypeVar("Result")
 Factors = dict[str, int]
 """The factor by which the schedule of a hook is thinned, a power of two, by its name."""
 Decisions = Mapping[int, Mapping[str, int]]
@@ -66,13 +73,11 @@ class BudgetSettings:
         share: the bound, as a share of the CPU time of the training; ``None`` to repeat ``decisions``.
         hooks: names of the hooks whose schedules may be thinned.
         decisions: those of an earlier run.
-        now: returns the CPU seconds of this thread.
     """
 
     share: float | None
     hooks: Collection[str]
     decisions: Decisions | None = None
-    now: Callable[[], float] = thread_time
 
 
 class CallCost(NamedTuple):
@@ -172,6 +177,8 @@ class Meter:
         self.hook_seconds = 0.0
         """The time of hooks, of the series that they need, and of the delivery of their metrics."""
         self.delivery_seconds = 0.0
+        self.named_seconds = 0.0
+        """The time of hooks without a budget, which counts neither as that of hooks nor as that of the training."""
         self.seconds = 0.0
         """The time of the other parts of the calls."""
         self._entries: list[tuple[object, Sequence[str]]] = []
@@ -182,6 +189,11 @@ class Meter:
     def is_on(self) -> bool:
         """Whether calls are timed."""
         return bool(self._replaced)
+
+    @property
+    def all_hook_seconds(self) -> float:
+        """The time of all hooks."""
+        return self.hook_seconds + self.named_seconds
 
     def observe(self, target: object, names: Sequence[str]) -> None:
         """Time these methods of an object after :meth:`start`."""
@@ -211,12 +223,12 @@ class Meter:
             if self._is_in_call:
                 return function(*inputs, **options)
             self._is_in_call = True
-            since, of_hooks = self._now(), self.hook_seconds
+            since, of_hooks = self._now(), self.all_hook_seconds
             try:
                 return function(*inputs, **options)
             finally:
                 self._is_in_call = False
-                self.seconds += self._now() - since - (self.hook_seconds - of_hooks)
+                self.seconds += self._now() - since - (self.all_hook_seconds - of_hooks)
 
         return timed
 
@@ -244,20 +256,23 @@ class Budget:
     """
 
     def __init__(self, settings: BudgetSettings, hooks: HookSet, delivery: MetricDelivery, ranks: Ranks) -> None:
-        self.now = settings.now
-        self.meter = Meter(settings.now)
+        self.now: Callable[[], float] = thread_time
+        self.meter = Meter(self.now)
         self.share, self._names, self._decisions = settings.share, {*settings.hooks}, settings.decisions
         self._hooks, self._delivery, self._ranks = hooks, delivery, ranks
         self.factors: Factors = {}
         self._original: dict[str, tuple[TrainingHook, StepSchedule, Mapping[HookPoint, StepSchedule]]] = {}
         self._calls: dict[tuple[str, int], tuple[int, float]] = {}  # the number of calls, and the mean time of one
         self._shared: dict[int, tuple[int, float]] = {}
+        self._call_seconds = 0.0  # of all calls at hook points
         self._pass_step = 0
         self._pass_seconds: dict[str, float] = {}
         self.next_event = 0
         """The step after which :meth:`end_step` has something to do."""
         self._since: tuple[int, float] | None = None
-        self._hook_seconds = self._delivery_seconds = 0.0  # of the meter at the start of the window
+        self._hook_seconds = self._delivery_seconds = self._named_seconds = (
+            0.0  # of the meter at the start of the window
+        )
         self._paces: list[float] = []
         self._fixed: float | None = None
         self._delivered = 0.0
@@ -274,8 +289,8 @@ class Budget:
     def start(self, step: int) -> None:
         """Note the schedules that hooks have chosen at their start, and use the factors of a restored record."""
         for hook in self._hooks:
-            is_named = hook.name in self._names
-            if is_named and any(item.point in STEP_POINTS for item in self._hooks.listeners.of(hook)):
+            is_free = hook.name in self._names and not hook.has_fixed_schedule
+            if is_free and any(item.point in STEP_POINTS for item in self._hooks.listeners.of(hook)):
                 self._original[hook.name] = hook, hook.step_schedule, hook.point_schedules
         self.factors = dict.fromkeys(self._original, 1)
         self.reporter = self._loss_reporter()
@@ -284,6 +299,7 @@ class Budget:
         self._apply({name: int(factor) for name, factor in restored.items()})
         if self._decisions is None and self._original:
             self._plan_next(step)
+            self.next_event = step + WARM_UP
         elif self._decisions is not None:
             self.next_event = min((at for at in self._decisions if at > step), default=0)
 
@@ -305,21 +321,47 @@ class Budget:
 
     # Measurements, which the calls of hooks report
 
-    def add_call(self, listener: Listener, seconds: float) -> None:
-        """Note the time of one call of a hook."""
-        self._add(self._calls, (listener.hook.name, int(listener.point)), seconds)
+    def time_call(self, hook: str, where: str, call: Callable[[], Result]) -> Result:
+        """Make a call at a hook point, or of another method, which is part of what all hooks share."""
+        if where not in POINTS:
+            return call()
+        since = self.now()
+        try:
+            return call()
+        finally:
+            seconds = self.now() - since
+            self._call_seconds += seconds
+            if hook in self._original:
+                self._add(self._calls, (hook, POINTS[where]), seconds)
+            else:
+                self.meter.named_seconds += seconds
 
-    def add_visit(self, point: int, seconds: float, shared: float) -> None:
-        """Note the time of all calls at a point, and the part of it that they share."""
-        self.meter.hook_seconds += seconds
-        self._add(self._shared, point, shared)
+    def time_visit(self, point: int, call: Callable[[], object]) -> None:
+        """Call the due hooks at a point, or record gradients for them."""
+        since, of_calls, of_named = self.now(), self._call_seconds, self.meter.named_seconds
+        try:
+            call()
+        finally:
+            seconds = self.now() - since
+            self.meter.hook_seconds += seconds - (self.meter.named_seconds - of_named)
+            self._add(self._shared, point, seconds - (self._call_seconds - of_calls))
 
-    def add_pass(self, hook: TrainingHook, step: int, seconds: float) -> None:
-        """Note the time of a hook's call during a pass; those of one step count as one."""
+    def time_pass(self, hook: str, step: int, call: Callable[[], Result]) -> Result:
+        """Make a call during a pass of the training; those of one step count as one."""
+        since = self.now()
+        try:
+            return call()
+        finally:
+            self._add_pass(hook, step, self.now() - since)
+
+    def _add_pass(self, hook: str, step: int, seconds: float) -> None:
+        if hook not in self._original:
+            self.meter.named_seconds += seconds
+            return
         if step != self._pass_step:
             self._end_passes()
             self._pass_step = step
-        self._pass_seconds[hook.name] = self._pass_seconds.get(hook.name, 0.0) + seconds
+        self._pass_seconds[hook] = self._pass_seconds.get(hook, 0.0) + seconds
         self.meter.hook_seconds += seconds
 
     def _end_passes(self) -> None:
@@ -341,11 +383,12 @@ class Budget:
             return
         if self._decisions is not None:
             self._repeat(step)
+        elif self._since is None:
+            self._open_window(step)
+            self.next_event = self._decision_step - METERED
         elif not self.meter.is_on:
             self.meter.start()
             self.next_event = self._decision_step
-            if self._since is None:
-                self._open_window(step)
         else:
             self.meter.stop()
             self._decide(step)
@@ -357,14 +400,15 @@ class Budget:
         following = (step // WINDOW + 1) * WINDOW
         if step < FIRST_WINDOW:
             following = FIRST_WINDOW
-        elif following - step < 2 * METERED:
+        elif following - step < FIRST_WINDOW:
             following += WINDOW
         self._decision_step = following
-        self.next_event = max(step + 1, following - METERED)
+        self.next_event = following - METERED
 
     def _open_window(self, step: int) -> None:
         self._since = step, self.now()
         self._hook_seconds, self._delivery_seconds = self.meter.hook_seconds, self.meter.delivery_seconds
+        self._named_seconds = self.meter.named_seconds
 
     def _repeat(self, step: int) -> None:
         """Use the recorded factors of an earlier run."""
@@ -377,13 +421,16 @@ class Budget:
         """Choose the factors for the following steps, and record them if they change."""
         self._end_passes()
         began, since = self._since or (step - 1, self.now())
-        steps = step - began
+        steps, meter = step - began, self.meter
         metered = self.meter.seconds / METERED
         self._fixed = metered if self._fixed is None else (self._fixed + metered) / 2
-        of_hooks = (self.meter.hook_seconds - self._hook_seconds) / steps
+        of_hooks, of_named = (
+            (meter.hook_seconds - self._hook_seconds) / steps,
+            (meter.named_seconds - self._named_seconds) / steps,
+        )
         delivered = (self.meter.delivery_seconds - self._delivery_seconds) / steps
         self._delivered = (self._delivered + delivered) / 2
-        training = max((self.now() - since) / steps - of_hooks - self._fixed, 1e-9)
+        training = max((self.now() - since) / steps - of_hooks - of_named - self._fixed, 1e-9)
         is_first = not self._paces
         if not is_first:
             self._spent += steps * (of_hooks + self._fixed)
@@ -416,8 +463,8 @@ class Budget:
             listeners = [item for item in self._hooks.listeners.of(hook) if item.point in STEP_POINTS]
             for item in listeners:
                 if hook.name not in self._original and item is not self.replaced:
-                    spacing = item.schedule
-                    occupied.setdefault(int(item.point), set()).add(max(1, spacing.every_n_steps))
+                    for point in _places(int(item.point)):
+                        occupied.setdefault(point, set()).add(item.schedule.every_n_steps)
             if hook.name not in self._original:
                 continue
             _, of_steps, of_points = self._original[hook.name]
@@ -426,7 +473,8 @@ class Budget:
                 if (hook.name, point) in self._calls:
                     length = schedule.burst_length if schedule.mode == "burst" else 1
                     every = 1 if schedule.mode == "continual" else schedule.every_n_steps
-                    costs.append(CallCost(hook.name, point, every, length, self._calls[hook.name, point][1]))
+                    cost = CallCost(hook.name, point, every, length, self._calls[hook.name, point][1])
+                    costs += [cost, *(cost._replace(point=place, seconds=0.0) for place in _places(point)[1:])]
         shared = {point: mean for point, (_, mean) in self._shared.items()}
         known = {cost.hook: self.factors[cost.hook] for cost in costs}
         return partial(cost_per_step, costs, shared, occupied), known
@@ -472,6 +520,11 @@ class Budget:
             if factor > 1 and places:
                 spacings[name] = min(schedule.every_n_steps for schedule in places)
         return dict(sorted(spacings.items(), key=lambda item: item[1]))
+
+
+def _places(point: int) -> list[int]:
+    """Return a point and, if hooks at it need the record of gradients, its place."""
+    return [point, RECORDING] if point in AFTER_BACKWARD else [point]
 
 
 def budget_text(report: Mapping[str, Any]) -> str:

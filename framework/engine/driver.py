@@ -6,6 +6,7 @@ A step is :meth:`Driver.begin_step`, :meth:`Driver.before_backward` for each mic
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..state.parameter_groups import learning_rate_of
 from ..tensors import accumulate, is_readable, joint_norm, local_shards, unsharded
 from ..training import BACKWARD, END, FORWARD, HOOKS, MANY_EVENTS, UPDATE, TrainingTask
 from .backward_calls import BackwardCalls
-from .budget import Budget
+from .budget import RECORDING, Budget
 from .hook_set import HookSet
 from .manager import HookManager
 from .metric_delivery import QueueLength
@@ -166,10 +167,7 @@ class Driver:
         """Record gradient data if a hook is due that needs them, as a part of the time of hooks."""
         self._hooks.has_current_norm = self._recorder.needs_every_step or self._is_any_due_after_backward()
         if self._hooks.has_current_norm:
-            since = budget.now()
-            self._recorder.record(self.loop, skipped=skipped)
-            seconds = budget.now() - since
-            budget.add_visit(POST_BACKWARD, seconds, seconds)
+            budget.time_visit(RECORDING, partial(self._recorder.record, self.loop, skipped=skipped))
 
     def before_update(self) -> None:
         """Fire PRE_UPDATE and record the learning rate of the step; not called for a skipped step."""

@@ -76,8 +76,6 @@ class HookCalls:
             replayed=self._replayed,
         )
         self._row_numbers = RowNumbers(task.loader)
-        self.budget: Budget | None = None
-        """The budget of the hooks' time, once it has started."""
         self._step_streams: StreamState | None = None
 
     def save_step_streams(self) -> None:
@@ -104,41 +102,9 @@ class HookCalls:
         Without due hooks, return before any setup.
         """
         loop = self._state.loop
-        if self.budget is not None and point in STEP_POINTS:
-            self._call_within_budget(self.budget, point, listeners)
-            return
         due_listeners = [item for item in listeners if item.is_always_due or item.is_due(loop.epoch, loop.step)]
-        if due_listeners:
-            self._call_due(point, due_listeners)
-
-    def _call_within_budget(self, budget: Budget, point: HookPoint, listeners: Sequence[Listener]) -> None:
-        """Call the due hooks and time them; a step without any costs only the record of its loss."""
-        step, epoch, first_due = self._state.loop.step, self._state.loop.epoch, self._hooks.listeners.first_due
-        reporter = budget.reporter if budget.reporter is not None and budget.reporter.point is point else None
-        due_listeners: Sequence[Listener] = ()
-        if step >= first_due[point]:
-            due_listeners = [item for item in listeners if item is not budget.replaced and item.is_due(epoch, step)]
-        if reporter is not None and reporter not in due_listeners:
-            self._report_loop_values(reporter)
-        if due_listeners:
-            self._call_due(point, due_listeners, budget)
-        if step >= first_due[point]:
-            self._hooks.listeners.find_first_due(point, step + 1, budget.replaced)
-
-    def _report_loop_values(self, reporter: Listener) -> None:
-        """Record the loss of a step at which the hook that reports it is not called."""
-        loop, values = self._state.loop, reporter.hook.loop_values
-        metrics: dict[str, Any] = {}
-        for name, key in values.items():
-            value = vars(loop)[key]
-            if value is not None and not (type(value) is float and math.isnan(value)):  # a group without a rate
-                metrics[name] = value
-        self._delivery.add(reporter.hook, reporter.point, loop.step, metrics)
-
-    def _call_due(self, point: HookPoint, due_listeners: Sequence[Listener], budget: Budget | None = None) -> None:
-        loop = self._state.loop
-        since = 0.0 if budget is None else budget.now()
-        of_hooks = 0.0
+        if not due_listeners:
+            return
         if point not in STEP_POINTS and any([listener.hook.reports_evaluations for listener in due_listeners]):
             loop.has_unreported_evaluation = False
         isolation = self._isolation
@@ -146,16 +112,11 @@ class HookCalls:
             isolation.start_visit()
             context = self._create_context(point)
             for listener in due_listeners:
-                before = 0.0 if budget is None else budget.now()
                 if listener.intervention is None:
                     observe = partial(self._observe, listener, context)
                     self._hooks.call(listener.hook, listener.where, loop.step, observe)
                 else:
                     self._intervene(listener, listener.intervention, context)
-                if budget is not None:
-                    seconds = budget.now() - before
-                    of_hooks += seconds
-                    budget.add_call(listener, seconds)
             try:
                 isolation.finish_checks()
             except StateMutationError as error:
@@ -169,9 +130,33 @@ class HookCalls:
                 self._hooks.synchronise_failures()
         finally:
             isolation.end_visit()
-            if budget is not None:
-                seconds = budget.now() - since
-                budget.add_visit(point, seconds, seconds - of_hooks)
+
+    def call_within(self, budget: Budget, point: HookPoint, listeners: Sequence[Listener]) -> None:
+        """Call the due hooks and time them; a step without any costs only the record of its loss."""
+        if point not in STEP_POINTS:
+            self.call(point, listeners)
+            return
+        step, epoch, first_due = self._state.loop.step, self._state.loop.epoch, self._hooks.listeners.first_due
+        reporter = budget.reporter if budget.reporter is not None and budget.reporter.point is point else None
+        due_listeners: Sequence[Listener] = ()
+        if step >= first_due[point]:
+            due_listeners = [item for item in listeners if item is not budget.replaced and item.is_due(epoch, step)]
+        if reporter is not None and reporter not in due_listeners:
+            self._report_loop_values(reporter)
+        if due_listeners:
+            budget.time_visit(point, partial(self.call, point, due_listeners))
+        if step >= first_due[point]:
+            self._hooks.listeners.find_first_due(point, step + 1, budget.replaced)
+
+    def _report_loop_values(self, reporter: Listener) -> None:
+        """Record the loss of a step at which the hook that reports it is not called."""
+        loop, values = self._state.loop, reporter.hook.loop_values
+        metrics: dict[str, Any] = {}
+        for name, key in values.items():
+            value = vars(loop)[key]
+            if value is not None and not (type(value) is float and math.isnan(value)):  # a group without a rate
+                metrics[name] = value
+        self._delivery.add(reporter.hook, reporter.point, loop.step, metrics)
 
     def _observe(self, listener: Listener, context: RunDataContext) -> None:
         # Metrics are added within the call, so that a tensor of a wrong shape is an error of the hook.

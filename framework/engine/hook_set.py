@@ -40,13 +40,14 @@ PLAIN_VALUES = (str, bytes, bool, int, float, complex, type(None))
 """Types of values that cannot change: a batch of these alone is restored with its containers."""
 
 
-class PassTimer(Protocol):
-    """Receives the CPU time of the calls of hooks during passes."""
+class CallTimer(Protocol):
+    """Measures the time of the calls of hooks."""
 
-    now: Callable[[], float]
+    def time_call(self, hook: str, where: str, call: Callable[[], Result]) -> Result:
+        """Make a call at a hook point, or of another method."""
 
-    def add_pass(self, hook: TrainingHook, step: int, seconds: float) -> None:
-        """Note the time of a call."""
+    def time_pass(self, hook: str, step: int, call: Callable[[], Result]) -> Result:
+        """Make a call during a pass of the training."""
 
 
 class HookSet:
@@ -85,8 +86,8 @@ class HookSet:
         """Whether other ranks may not know of failures of calls since the last :meth:`synchronise_failures`."""
         self.has_current_norm = True
         """Whether the series of the steps contains the newest one; without a budget it contains all."""
-        self.pass_timer: PassTimer | None = None
-        """Times the calls during passes, under a budget."""
+        self.timer: CallTimer | None = None
+        """Times the calls of hooks, under a budget."""
         self._disabled = False
         self._checked_first_batch = False
 
@@ -119,7 +120,11 @@ class HookSet:
         if self.profiler.enabled:
             state_of = partial(self._run_in_gate, Call(hook.name, "state_dict", step), hook.state_dict)
             run_hook = partial(self.profiler.call, hook.name, run_hook, state_of)
-        return self._call_safely(hook, where, step, run_hook, collective=intervention is not None)
+        is_collective = intervention is not None
+        if self.timer is None:
+            return self._call_safely(hook, where, step, run_hook, collective=is_collective)
+        timed = partial(self._call_safely, hook, where, step, run_hook, collective=is_collective)
+        return self.timer.time_call(hook.name, where, timed)
 
     def _call_safely(
         self, hook: TrainingHook, where: str, step: int, run_hook: Callable[[], Result], *, collective: bool = False
@@ -192,13 +197,10 @@ class HookSet:
             with self.profiler.clock.during(HOOKS), self.profiler.section(hook.name), attention_not_read():
                 return self.isolation.observe_in_pass(call, function)
 
-        timer = self.pass_timer
-        since = 0.0 if timer is None else timer.now()
-        try:
+        if self.timer is None:
             return self._call_safely(hook, call.where, call.step, run_in_pass)
-        finally:
-            if timer is not None:
-                timer.add_pass(hook, call.step, timer.now() - since)
+        timed = partial(self._call_safely, hook, call.where, call.step, run_in_pass)
+        return self.timer.time_pass(hook.name, call.step, timed)
 
     def run_isolated(self, name: str, where: str, function: Callable[[], Result]) -> Result:
         """Run code that is not a hook, such as the evaluation, isolated like an observer; requires a visit."""

@@ -39,6 +39,7 @@ from .failures import HookFailures, OnError
 from .hook_calls import HookCalls, optimizer_groups, with_gradients_borrowed
 from .hook_set import HookSet
 from .hook_validation import options_of, without_duplicates
+from .listeners import Listener
 from .log import log
 from .metric_delivery import MetricDelivery
 from .state_offload import StateOffload
@@ -129,7 +130,7 @@ class HookManager:
         self.untapped_pass = self.taps.untapped_pass
         """Context manager without taps, for the extra loss evaluations of a step by optimizers with a closure."""
         self._hook_calls = HookCalls(self.hooks, task, state, self.delivery, guardian_device, reference_weights)
-        self.call_hooks = self._hook_calls.call
+        self.call_hooks: Callable[[HookPoint, Sequence[Listener]], None] = self._hook_calls.call
         self.save_step_streams = self._hook_calls.save_step_streams
         self.call_between_steps = self._hook_calls.call_between_steps
         self._reference_weights = reference_weights
@@ -210,7 +211,8 @@ class HookManager:
         if self.budget is not None:
             self.budget.start(self.state.loop.step)
             if self.budget.factors:
-                self._hook_calls.budget = self.hooks.pass_timer = self.budget
+                self.hooks.timer = self.budget
+                self.call_hooks = partial(self._hook_calls.call_within, self.budget)
         names = ", ".join(hook.name for hook in self.hooks) or "none"
         self.log(logging.INFO, "Started %s/%s with the hooks %s.", run.experiment, run.strategy, names)
 

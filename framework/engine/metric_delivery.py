@@ -84,10 +84,7 @@ class PendingMetrics(Generic[Origin]):
             groups.setdefault(keys[-1], []).append(leaf)
         copies: dict[Group, Iterator[Tensor]] = {}
         for key, group in groups.items():
-            if len(group) == 1 and type(group[0]) is Tensor:  # a third of the time that torch.stack takes
-                vector = group[0].detach().reshape(1).clone()
-            else:
-                vector = torch.stack(group).detach()
+            vector = torch.stack(group).detach()
             self._packed.setdefault(key, []).append(vector)
             copies[key] = iter(vector.unbind())
         self._entries.append((origin, copied, keys))

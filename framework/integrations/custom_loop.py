@@ -248,6 +248,8 @@ class CustomLoop(Transient):
         self._clock = attached.clock
         if attached.manager.budget is not None:
             attached.manager.budget.meter.observe(self, ENTRIES)
+            if self.arguments is not None:
+                attached.manager.budget.meter.observe(self.arguments, ("receive",))
         self._modes = EvaluationModes(
             task.model,
             self._driver.loop,

@@ -125,7 +125,8 @@ class Recorder:
         """Attach the hooks to a training, and return its scope; further options are those of ``loopscope.attach``."""
         out = self.folder / f"run-{len(self.runs)}"
         self.runs.append(out)
-        options = {"with_hooks": self.group, "display": "none", "out": out} | options
+        # Schedules that depend on the speed of the machine would make the measured rates do so, too.
+        options = {"with_hooks": self.group, "display": "none", "out": out, "budget": None} | options
         scaler = options.get("scaler")
         if is_unedited := self.unedited and isinstance(target[0], nn.Module):
             options = {name: value for name, value in options.items() if name not in HINTS}
@@ -138,7 +139,7 @@ class Recorder:
     def run_experiment(self, strategy: str, runner: type[Any] = ModArithmeticRunner, **config: Any) -> None:
         """Train one strategy of an experiment with the hooks."""
         settings = runner.config_class(output_dir=self.folder, **config)
-        options = RunOptions(strategies=[strategy], with_hooks=self.group)
+        options = RunOptions(strategies=[strategy], with_hooks=self.group, budget=None)
         Session(runner(settings), options, make_sinks=lambda: [JSONLSink()]).run()
         self.runs.append(self.folder / runner.name / strategy)
 

@@ -131,6 +131,12 @@ class FirstNonfinite(TrainingHook):
                 step -= 1
             if step == 0:
                 return FirstProducer("weights", f"The initial weights are not finite: {names}.", 0)
+            if (every := self.step_schedule.every_n_steps) > 1 and ctx.hook_point is HookPoint.POST_BACKWARD:
+                sentence = (
+                    f"{len(bad_weights):,} of {count:,} parameters are not finite, first seen after step {step:,} "
+                    f"(looked at every {every:,} steps): {names}."
+                )
+                return FirstProducer("weights", sentence, step)
             sentence = (
                 f"In step {step:,} the optimizer wrote non-finite values into {len(bad_weights):,} of {count:,} "
                 f"parameters: {names}. Loss and gradients were finite."

@@ -206,7 +206,7 @@ class LossSpikes(TrainingHook):
                 continue
             sentence = (
                 f"The {label} spiked at step {step:,}: it was {deviation:.1f} standard deviations above "
-                f"its mean over the previous {self.window} steps (the threshold is {self.threshold:g})."
+                f"its mean over the previous {self._window_text} (the threshold is {self.threshold:g})."
             )
             is_huge = prefix == "loss" and rise > HUGE
             yield Alert(
@@ -221,12 +221,22 @@ class LossSpikes(TrainingHook):
             if prefix == "loss" and not is_huge and not self._spike_step:
                 self._spike_step, self._peak = step, rise
 
+    @property
+    def _spacing(self) -> int:
+        """The steps between two values, of which a schedule leaves out others."""
+        return self.step_schedule.every_n_steps
+
+    @property
+    def _window_text(self) -> str:
+        every = self._spacing
+        return f"{self.window} steps" + (f" that were measured, one in {every:,}" if every > 1 else "")
+
     def _lasting_spike(self, rise: float, step: int) -> Iterator[Alert]:
         """Yield a warning if the loss is still high ``window`` / 8 steps after a spike that matters."""
         if not self._spike_step:
             return
         self._peak = max(self._peak, rise)
-        patience, steps_since = max(1, self.window // 8), step - self._spike_step
+        patience, steps_since = max(1, self.window // 8) * self._spacing, step - self._spike_step
         # A steep rise may start with a small spike, so the first steps say nothing about a recovery.
         has_recovered = steps_since > patience // 2 and not rise > RECOVERED
         if steps_since >= patience and self._peak > MATERIAL and not has_recovered:

@@ -123,6 +123,7 @@ OPTIONS = [
     ("--seed 2.5", ["--seed", "'2.5'", "an integer"]),
     ("--seed -1", ["seed is -1", "0..2**63-1"]),
     ("--lr fast", ["--lr", "'fast'", "a number"]),
+    ("--budget fast", ["budget is 'fast'", "such as 0.05 or 5%, none"]),
     ("--lr -1e-3", ["lr is -0.001", "greater than 0"]),
     ("--lr nan", ["lr", "nan"]),
     ("--lr inf", ["lr", "inf"]),

@@ -162,7 +162,12 @@ def test_python_without_our_folder_is_refused(tmp_path: Path, flag: str) -> None
 
 @pytest.mark.parametrize(
     ("words", "status", "sentence"),
-    [([], 2, "needs the command"), (["no-such-program"], 127, "not a command"), (["--stop-after", "0"], 2, "'0'")],
+    [
+        ([], 2, "needs the command"),
+        (["no-such-program"], 127, "not a command"),
+        (["--stop-after", "0"], 2, "'0'"),
+        (["--budget", "fast"], 2, "'fast' is not a share such as 5%"),
+    ],
 )
 def test_wrong_commands_are_refused(tmp_path: Path, words: list[str], status: int, sentence: str) -> None:
     watched = run(tmp_path, *words)
