@@ -1,6 +1,6 @@
 """A bound on the CPU time of hooks, kept by schedules that are thinned by powers of two.
 
-See ``docs/decisions/0044-hooks-have-a-budget.md``.
+See ``docs/decisions/0045-hooks-have-a-budget.md``.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -270,9 +270,8 @@ class Budget:
         self.next_event = 0
         """The step after which :meth:`end_step` has something to do."""
         self._since: tuple[int, float] | None = None
-        self._hook_seconds = self._delivery_seconds = self._named_seconds = (
-            0.0  # of the meter at the start of the window
-        )
+        # of the meter at the start of the window
+        self._hook_seconds = self._delivery_seconds = self._named_seconds = 0.0
         self._paces: list[float] = []
         self._fixed: float | None = None
         self._delivered = 0.0

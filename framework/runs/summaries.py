@@ -51,8 +51,8 @@ def build_summary(
         "target_reached": loop.reached,
         "seconds": dict(seconds),
         "steps_per_second": loop.step / seconds["training"] if seconds["training"] else None,
-        "step_time": manager.profiler.clock.report(),
         "budget": {} if manager.budget is None else manager.budget.report(),
+        "step_time": manager.profiler.clock.report(),
         # A profile resets the peaks for every hook.
         "peak_memory": {} if manager.profiler.enabled else peak_memory(),
         "model": model_size(task.model),

@@ -62,7 +62,7 @@ def train(effort: Effort, epochs: int, **options: Any) -> Summary:
 
 def _session(effort: Effort, epochs: int, folder: Path, options: Mapping[str, Any]) -> Session:
     config = ModArithmeticConfig(**effort.quick | {"max_epochs": epochs, "output_dir": folder})
-    return Session(Measured(config), RunOptions(strategies=["stride"], **options))
+    return Session(Measured(config), RunOptions(strategies=["stride"], budget=None, **options))
 
 
 def _wants_reference(options: Mapping[str, Any]) -> bool:

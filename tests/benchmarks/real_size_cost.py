@@ -122,6 +122,7 @@ class Training:
                 hook_options=intervals(self.group, self.interval) if is_group and self.interval else {},
                 out=self.folder,
                 display="none",
+                budget=None,
             )
             self._batches = iter(self._scope.batches(self._batch for _ in range(10**6)))
 

@@ -52,7 +52,9 @@ def trained(folder: Path, epochs: int, steps: int, **options: Any) -> dict[str, 
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     optimizer, data = torch.optim.AdamW(model.parameters()), torch.randn(8 * steps, 8).split(8)
     loss = lambda model, batch: model(batch).square().mean()
-    with loopscope.attach(model, optimizer, out=folder / "run", display="none", loss=loss, **options) as scope:
+    with loopscope.attach(
+        model, optimizer, out=folder / "run", display="none", loss=loss, budget=None, **options
+    ) as scope:
         for _ in range(epochs):
             for batch in scope.batches(data):
                 scope.backward(loss(model, batch))

@@ -22,7 +22,9 @@ assert training_hooks.__all__
 def train(folder: Path, epochs: int, **options) -> dict[str, torch.Tensor]:
     """Train one strategy and return its final weights."""
     config = ModArithmeticConfig(**QUICK | {"max_epochs": epochs, "output_dir": folder})
-    Session(ModArithmeticRunner(config), RunOptions(strategies=["stride"], **options), lambda: [JSONLSink()]).run()
+    Session(
+        ModArithmeticRunner(config), RunOptions(strategies=["stride"], budget=None, **options), lambda: [JSONLSink()]
+    ).run()
     return torch.load(folder / "mod_arithmetic/stride/stride_final.pt", weights_only=True)
 
 

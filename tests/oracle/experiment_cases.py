@@ -56,7 +56,9 @@ def record(name: str) -> Case:
     experiment, strategy = name.split("/")
     Path("text.txt").write_text(text())
     words = ["--config", written_config(OPTIONS[experiment] | {"hook_config": HOOKS}), "--strategy", strategy]
-    return run_case(experiment, strategy, *words, "--with-hooks", "full", "--traceback", "--no-console-output")
+    return run_case(
+        experiment, strategy, *words, "--with-hooks", "full", "--budget", "none", "--traceback", "--no-console-output"
+    )
 
 
 def text() -> str:

@@ -339,5 +339,5 @@ def test_health_is_thinned_in_the_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["fast", "0", "150%", -0.1, 2, True, ""])
 def test_wrong_budgets_are_refused(tmp_path: Path, value: object) -> None:
     """Anything but a share, none or the folder of a run is refused with one sentence."""
-    with pytest.raises(loopscope.UsageError, match="budget is .*; it must be a share of the training's CPU time"):
+    with pytest.raises(loopscope.UsageError, match=r"budget is .*; it must be a share of the training's CPU time"):
         attached(tmp_path / "run", value)
