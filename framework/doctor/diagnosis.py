@@ -78,7 +78,7 @@ def with_spacing(finding: Finding, history: History) -> Finding:
     every = finding.step - int(earlier[-1])
     if every < 2:  # the loss is recorded at every step
         return finding
-    first_seen = f" First seen at step {finding.step:,} (looked at every {every:,} steps)."
+    first_seen = f" First seen at step {finding.step:,} (measured every {every:,} steps)."
     return replace(finding, why=finding.why + first_seen)
 
 

@@ -6,8 +6,9 @@ See ``docs/decisions/0045-hooks-have-a-budget.md``.
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from operator import itemgetter
 from time import thread_time
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from ..errors import listed
 from ..hooks import STEP_POINTS, HookPoint, Metrics, RunDataContext, StepSchedule, TrainingHook
@@ -163,7 +164,7 @@ def thinned(schedule: StepSchedule, factor: int) -> StepSchedule:
     """
     if factor == 1:
         return schedule
-    mode = "burst" if schedule.mode == "burst" else "stride"
+    mode: Literal["burst", "stride"] = "burst" if schedule.mode == "burst" else "stride"
     every = 1 if schedule.mode == "continual" else schedule.every_n_steps
     # Steps in ``also`` are early ones; others would not be among the steps of the hook's other schedules.
     return replace(schedule, mode=mode, every_n_steps=factor * every, also=())
@@ -518,7 +519,7 @@ class Budget:
             places = [item.schedule for item in self._hooks.listeners.of(hook) if item.point in STEP_POINTS]
             if factor > 1 and places:
                 spacings[name] = min(schedule.every_n_steps for schedule in places)
-        return dict(sorted(spacings.items(), key=lambda item: item[1]))
+        return dict(sorted(spacings.items(), key=itemgetter(1)))
 
 
 def _places(point: int) -> list[int]:

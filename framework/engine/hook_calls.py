@@ -216,9 +216,9 @@ class HookCalls:
         evaluation = loop.evaluation if loop.evaluated_at == loop.step else {}
         series = loop.step_series if point in EPOCH_END else None
         newest_norm = None
-        has_norm = loop.step_series is not None and loop.series_steps and self._hooks.has_current_norm
-        if at_step and loop.loss is not None and has_norm:
-            newest_norm = loop.step_series[1, loop.series_steps - 1]
+        norms = loop.step_series if at_step and loop.loss is not None and self._hooks.has_current_norm else None
+        if norms is not None and loop.series_steps:
+            newest_norm = norms[1, loop.series_steps - 1]
         previous, accumulated = loop.prev_step_grads, loop.accumulated_grads
         losses, grad_norms = (None, None) if series is None else series[:, : loop.series_steps].unbind()
         mean_loss = None if point is PRE_EPOCH else loop.epoch_loss

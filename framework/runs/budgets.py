@@ -26,7 +26,7 @@ def budget_settings(
         own_schedules: names of hooks that the caller has named, or whose schedules the caller has chosen.
     """
     budget = budget_of(value)
-    names = {item.hook.name for item in hooks} - {*own_schedules}
+    names = {item.hook.name for item in hooks if not item.hook.has_fixed_schedule} - {*own_schedules}
     if budget is None or not names:
         return None
     if isinstance(budget, Path):

@@ -134,7 +134,7 @@ class FirstNonfinite(TrainingHook):
             if (every := self.step_schedule.every_n_steps) > 1 and ctx.hook_point is HookPoint.POST_BACKWARD:
                 sentence = (
                     f"{len(bad_weights):,} of {count:,} parameters are not finite, first seen after step {step:,} "
-                    f"(looked at every {every:,} steps): {names}."
+                    f"(measured every {every:,} steps): {names}."
                 )
                 return FirstProducer("weights", sentence, step)
             sentence = (

@@ -161,12 +161,12 @@ def test_cost_counts_shared_time_once_per_step() -> None:
 
 def test_expensive_hook_is_thinned(clock: Clock) -> None:
     """After the first window the hooks' time is within the budget, and the more expensive hook is called less often."""
-    dear, cheap = costly(clock, "large", STEP), costly(clock, "small", STEP / 100)
-    trained(clock, [dear, cheap], within(0.05, "large", "small"))
-    first, later = ([step for step in steps_of(dear) if (step <= FIRST_WINDOW) is early] for early in (True, False))
+    large, cheap = costly(clock, "large", STEP), costly(clock, "small", STEP / 100)
+    trained(clock, [large, cheap], within(0.05, "large", "small"))
+    first, later = ([step for step in steps_of(large) if (step <= FIRST_WINDOW) is early] for early in (True, False))
     assert first == [*range(1, FIRST_WINDOW + 1)]
     assert STEP * len(later) <= 0.05 * STEP * (400 - FIRST_WINDOW)
-    assert len(steps_of(cheap)) > len(steps_of(dear))
+    assert len(steps_of(cheap)) > len(steps_of(large))
 
 
 def test_schedules_stay_without_need(clock: Clock) -> None:
@@ -247,7 +247,7 @@ def test_one_slow_window_does_not_relax(clock: Clock) -> None:
 
 
 def test_repeated_decisions_give_equal_calls(clock: Clock) -> None:
-    """A run with the decisions of another one calls its hooks at the same steps, whatever they cost."""
+    """A run with the decisions of another one calls its hooks at the same steps, at any cost."""
     first = costly(clock, "large", STEP)
     decisions = factors_of(trained(clock, [first], within(0.05, "large")))
     again = costly(clock, "large", 0.0)

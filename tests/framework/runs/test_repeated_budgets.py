@@ -52,7 +52,7 @@ def test_rewound_steps_have_the_recorded_metrics(trained: tuple[Path, type[Small
 
 
 def test_loss_of_every_step_is_in_both_loops(trained: tuple[Path, type[Small]]) -> None:
-    """A hook that reports it, whatever its own schedule, has a loss at each of the 120 steps."""
+    """A hook that reports it, with any schedule, has a loss at each of the 120 steps."""
     folder, runner = trained
     name = "training_metrics/loss" if runner is SmallSteps else "training_checks/loss"
     steps = {step for metric, _, step in points(folder / runner.name / "plain") if metric == name}
