@@ -97,10 +97,10 @@ class Driver:
         loop.prev_step_grads, loop.current_grads = loop.current_grads, None
         if self._backward_calls.are_needed:
             self._backward_calls.begin_step(loop)
-        has_listeners = self._hooks.listeners.at[PRE_STEP]
-        if has_listeners and self.can_cancel_steps:
-            self._before_step = self._hooks.memory_at(PRE_STEP), self.manager.delivery.mark_steps()
-        if has_listeners or is_first:  # the first call also starts a manager that was not started
+        due_hooks = self._hooks.due_at(PRE_STEP)
+        if due_hooks and self.can_cancel_steps:
+            self._before_step = self._hooks.memory_of(due_hooks), self.manager.delivery.mark_steps()
+        if due_hooks or is_first:  # the first call also starts a manager that was not started
             self.manager.fire(PRE_STEP)
         if not self._taps.is_idle:
             self._taps.arrange()

@@ -385,14 +385,22 @@ class HookSet:
                 sentence = f"Hook {hook.name!r} {cause}, but {optimizer} evaluates a closure several times a step."
                 self.leave_out([hook.name], "start", UsageError(sentence))
 
-    def memory_at(self, point: HookPoint) -> dict[str, Any]:
-        """Return the states of the hooks that are due at ``point`` by name, for :meth:`load_state_dict`."""
-        states: dict[str, Any] = {}
+    def due_at(self, point: HookPoint) -> list[TrainingHook]:
+        """Return the hooks that are due at ``point``, each once."""
+        listeners = self.listeners.at[point]
+        if not listeners:
+            return []
         epoch, step = self._state.loop.epoch, self._state.loop.step
-        due = [item for item in self.listeners.at[point] if item.is_always_due or item.is_due(epoch, step)]
-        for hook in dict.fromkeys(listener.hook for listener in due):
-            # The gate's checks cost more than most states, and the hooks of this package only read theirs.
-            state = hook.state_dict() if is_shipped(type(hook)) else self._query(hook, "state_dict", hook.state_dict)
+        due = [item.hook for item in listeners if item.is_always_due or item.is_due(epoch, step)]
+        return [*dict.fromkeys(due)]
+
+    def memory_of(self, hooks: Iterable[TrainingHook]) -> dict[str, Any]:
+        """Return the states of ``hooks`` by name, for :meth:`load_state_dict`."""
+        states: dict[str, Any] = {}
+        for hook in hooks:
+            # The gate's checks cost more than most states, and methods of this package only read theirs.
+            is_ours = type(hook).state_dict is TrainingHook.state_dict or is_shipped(type(hook))
+            state = hook.state_dict() if is_ours else self._query(hook, "state_dict", hook.state_dict)
             states |= {} if state is None else {hook.name: state}
         return states
 
@@ -438,7 +446,7 @@ class HookSet:
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict` or :meth:`memory_at`; hooks without a state keep their own."""
+        """Restore the result of :meth:`state_dict` or :meth:`memory_of`; hooks without a state keep their own."""
         has_calls = False
         for hook in list(self._hooks):
             if hook.name in states:
