@@ -2,6 +2,7 @@
 
 import math
 import operator
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,8 +124,10 @@ class Curve:
 
     def at(self, step: int) -> float:
         """Return the newest value up to a step; NaN if there is none."""
-        index = int(np.searchsorted(self.steps, step, side="right")) - 1
-        return float(self.values[index]) if index >= 0 else math.nan
+        if self._last is not None and step >= self._last[0]:
+            return self._last[1]
+        index = bisect_right(self._steps, step) - 1  # without the arrays, since detectors ask at every step of a curve
+        return self._values[index] if index >= 0 else math.nan
 
     def between(self, first: int, last: int) -> Floats:
         """Return the values at the steps from ``first`` to ``last``, both included."""
