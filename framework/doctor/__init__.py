@@ -7,14 +7,15 @@ from .diagnosis_text import Diagnosis, brief_lines, diagnosis_lines, evidence_te
 from .findings import SCHEMA, Evidence, Finding, ranked
 from .history import Curve, History
 from .live import CRITICAL, FindingNotice, LiveDiagnosis, diagnosis_with
+from .policy_numbers import COURSE, by_common_name
 from .recent_losses import RecentLosses
 from .rules import Rule
 from .start_up_facts import start_facts
 from .step_times import WORDS, StepTimes, milliseconds_text, memory_text
 
 __all__ = [
-    "CRITICAL", "SCHEMA", "SEVERITIES", "WORDS", "Curve", "Detector", "DetectorRegistry", "Diagnosis", "Evidence",
-    "Finding", "FindingNotice", "History", "LiveDiagnosis", "RecentLosses", "Rule", "Severity", "StepTimes",
-    "Threshold", "all_detectors", "brief_lines", "diagnose", "diagnosis_lines", "diagnosis_with", "evidence_text",
-    "finding_lines", "memory_text", "milliseconds_text", "ranked", "start_facts",
+    "COURSE", "CRITICAL", "SCHEMA", "SEVERITIES", "WORDS", "Curve", "Detector", "DetectorRegistry", "Diagnosis",
+    "Evidence", "Finding", "FindingNotice", "History", "LiveDiagnosis", "RecentLosses", "Rule", "Severity",
+    "StepTimes", "Threshold", "all_detectors", "brief_lines", "by_common_name", "diagnose", "diagnosis_lines",
+    "diagnosis_with", "evidence_text", "finding_lines", "memory_text", "milliseconds_text", "ranked", "start_facts",
 ]

@@ -12,6 +12,7 @@ from .diagnosis_text import Diagnosis
 from .findings import Finding, ranked, with_causes
 from .history import History
 from .measures import CHECKS, LEARNED, learned_share
+from .policy_numbers import course_of
 
 THINNING = "budget/thinning"
 """The family of metrics with the factor by which a budget has thinned the schedule of each hook."""
@@ -29,7 +30,8 @@ def diagnose(history: History) -> Diagnosis:
         findings += _findings_of(detector, history)
     not_checked = _not_checked(history)
     findings = [with_spacing(finding, history) for finding in findings]
-    return Diagnosis(with_causes(ranked(findings)), [*not_checked, *_missing(history)], unchecked=" ".join(not_checked))
+    missing, unchecked = [*not_checked, *_missing(history)], " ".join(not_checked)
+    return Diagnosis(with_causes(ranked(findings)), missing, unchecked=unchecked, course=course_of(history))
 
 
 def all_detectors() -> list[Detector]:

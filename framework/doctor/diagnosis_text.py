@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..hooks import SEVERITIES, Severity
@@ -29,6 +29,8 @@ class Diagnosis:
     """Sentences about findings whose cause could not be tested."""
     unchecked: str = ""
     """Why a diagnosis without problems is no good news: sentences about checks that the record does not allow."""
+    course: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Of the training of a policy: the first and last levels of reported numbers, by common name."""
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.findings)
@@ -76,7 +78,8 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the diagnosis as plain values, in the versioned schema."""
-        content: dict[str, Any] = {"schema": SCHEMA, "findings": [finding.as_dict() for finding in self.findings]}
+        content: dict[str, Any] = {"schema": SCHEMA} | ({"course": dict(self.course)} if self.course else {})
+        content["findings"] = [finding.as_dict() for finding in self.findings]
         content["checked"] = not self.unchecked
         lists = {"missing": list(self.missing), "untested": list(self.untested)}
         return content | {name: sentences for name, sentences in lists.items() if sentences}
@@ -93,6 +96,12 @@ def diagnosis_lines(diagnosis: Diagnosis, width: int = 100) -> list[str]:
     lines = [] if has_problem else textwrap.wrap(diagnosis.verdict, width, subsequent_indent=INDENT)
     for finding in diagnosis:
         lines += finding_lines(finding, width)
+    if diagnosis.course:
+        levels = (
+            f"{name.replace('_', ' ')} {value_text(item['start'])} to {value_text(item['end'])}"
+            for name, item in diagnosis.course.items()
+        )
+        lines += textwrap.wrap(f"Reported, from start to end: {'; '.join(levels)}.", width, subsequent_indent=INDENT)
     missing = [item for item in diagnosis.missing if has_problem or item not in diagnosis.unchecked]
     for sentence in (*diagnosis.untested, *missing):
         lines += textwrap.wrap(sentence, width, subsequent_indent=INDENT)

@@ -37,7 +37,7 @@ def numbers_of_call(kind: str, inputs: tuple[Any, ...], options: Mapping[str, An
 
     Args:
         kind: the module and the name of the function, such as ``mlflow.tracking.fluent.log_metric``.
-        inputs: its positional arguments, without the logger itself.
+        inputs: its positional arguments, without the logger itself, unless this has the numbers.
         options: its arguments by name.
 
     >>> numbers_of_call("torch.utils.tensorboard.writer.add_scalar", ("loss", 0.5, 3), {})
@@ -45,6 +45,8 @@ def numbers_of_call(kind: str, inputs: tuple[Any, ...], options: Mapping[str, An
     >>> numbers_of_call("wandb.sdk.wandb_run.log", ({"loss": 0.5},), {})
     {'loss': 0.5}
     """
+    if kind == "stable_baselines3.common.logger.dump":
+        return dict(inputs[0].name_to_value)
     if kind.endswith(("add_scalar", "log_metric")):
         names = ("tag", "scalar_value") if kind.endswith("add_scalar") else ("key", "value")
         given = dict(zip(names, inputs, strict=False)) | {name: options[name] for name in names if name in options}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..doctor import SEVERITIES, Finding
+from ..doctor import COURSE, SEVERITIES, Finding, by_common_name
 from ..hooks import HookRegistry
 from .run_reader import ShownRun
 
@@ -39,12 +39,16 @@ def order_of(runs: Sequence[ShownRun]) -> MetricOrder:
 def ordered(sizes: Mapping[str, int], findings: Sequence[Finding], alerted: Sequence[str] = ()) -> MetricOrder:
     """Order metrics by relevance: losses, evidence, accuracy, learning rate, gradient norm, then the others by hook.
 
+    In the training of a policy, its reward, divergence, entropy and length come first, and the loss, which says little,
+    after them.
+
     Args:
         sizes: the number of points of each metric, in the order of the record.
         findings: those of the diagnosis; the metrics of those above ``info`` are evidence.
         alerted: names of hooks with alerts.
     """
-    main = list(filter(None, [_loss(sizes), _validation(sizes)]))
+    policy = policy_metrics(sizes)
+    main = [*policy, *filter(None, [_loss(sizes), _validation(sizes)])]
     recorded = evidence_metrics(findings, sizes)
     evidence = [name for name in recorded if name not in main and sizes[name] > 1][:MOST_EVIDENCE]
     evaluations = [name for name in validation_numbers(sizes) if direction_of(name) < 0][:1]
@@ -57,6 +61,16 @@ def ordered(sizes: Mapping[str, int], findings: Sequence[Finding], alerted: Sequ
     names = [*first, *others]
     opened = names[: max(FEWEST, len(first))]
     return MetricOrder(names, main, opened[:MOST_LEAD], opened)
+
+
+def policy_metrics(names: Iterable[str]) -> list[str]:
+    """Return what shows the course of a policy's training, of a run that reports a reward.
+
+    >>> policy_metrics(["reported/loss", "reported/kl", "reported/reward"])
+    ['reported/reward', 'reported/kl']
+    """
+    found = by_common_name(names)
+    return [found[common] for common in COURSE if common in found] if "reward" in found else []
 
 
 def evidence_metrics(findings: Sequence[Finding], sizes: Mapping[str, int]) -> list[str]:

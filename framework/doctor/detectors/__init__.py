@@ -12,11 +12,12 @@ from . import (
     optimizers,
     outputs,
     parameters,
+    policies,
     precision,
     speed,
 )
 
 __all__ = [
     "activations", "data", "gradients", "initialisation", "learning_rates", "losses", "modes", "nonfinite",
-    "optimizers", "outputs", "parameters", "precision", "speed",
+    "optimizers", "outputs", "parameters", "policies", "precision", "speed",
 ]

@@ -28,6 +28,7 @@ _REPORTS = {
     "torch.utils.tensorboard.writer": ("SummaryWriter", "add_scalar"),
     "trackio": ("", "log"),
     "mlflow.tracking.fluent": ("", "log_metric", "log_metrics"),
+    "stable_baselines3.common.logger": ("Logger", "dump"),
 }
 """The class, if any, and the functions by which loggers receive numbers, by module."""
 _SEEDING = {"random": ("seed",), "numpy.random": ("seed", "default_rng"), "torch.random": ("manual_seed",)}

@@ -1,0 +1,111 @@
+"""Findings about policies, from what their trainers report: planted courses, and those of sound trainings."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+from loopscope.doctor import History, diagnose
+from loopscope.doctor.policy_numbers import COMMON_NAMES, by_common_name, common_name, course_of
+
+POINTS = 60
+RNG = np.random.default_rng(0)
+Course = Mapping[str, Sequence[float]]
+
+
+def line(first: float, last: float, noise: float = 0.0) -> list[float]:
+    """Return a line with noise."""
+    return list(np.linspace(first, last, POINTS) + noise * RNG.standard_normal(POINTS))
+
+
+def history_of(course: Course) -> History:
+    """Return the history of a training that has reported these numbers."""
+    history = History()
+    for step in range(POINTS):
+        reported = {f"reported/{name}": values[step] for name, values in course.items()}
+        loss = 0.1 + 0.01 * RNG.standard_normal()
+        history.add(step + 1, {**reported, "training_checks/update_ratio": 0.01, "training_checks/loss": loss})
+    return history
+
+
+def severe(course: Course) -> set[str]:
+    """Return the ids of findings above remarks."""
+    return {finding.id for finding in diagnose(history_of(course)).at_least("warning")}
+
+
+REWARD = line(0, 3, 0.2)
+FAULTS: dict[str, Course] = {
+    "rewards-without-spread": {"reward": line(0, 0), "frac_reward_zero_std": line(0.95, 1.0)},
+    "reference-is-trained": {"reward": REWARD, "kl": line(0, 0)},
+    "entropy-collapse": {"reward": line(1, 1, 0.1), "entropy": list(3 * np.exp(-np.arange(POINTS) / 8))},
+    "kl-runaway": {"reward": REWARD, "kl": list(0.01 * 1.12 ** np.arange(POINTS))},
+    "ratios-clipped": {"rollout/ep_rew_mean": line(20, 20, 1), "train/clip_fraction": line(0.6, 0.8, 0.02)},
+    "reward-is-length": {"reward": line(4, 60, 3), "completions/mean_length": line(4, 60, 0.1)},
+    "completions-truncated": {"reward": REWARD, "completions/clipped_ratio": line(0.96, 1.0)},
+    "critic-explains-nothing": {"rollout/ep_rew_mean": line(20, 25, 2), "train/explained_variance": line(0, 0, 0.02)},
+    "reward-falls": {"rollout/ep_rew_mean": line(22, 9, 0.5), "train/entropy_loss": line(-0.69, -0.5)},
+    "sampler-differs": {"reward": REWARD, "sampling/sampling_logp_difference/mean": line(0.3, 0.4, 0.02)},
+}
+SOUND: dict[str, Course] = {
+    "solved": {"rollout/ep_rew_mean": line(20, 500, 5), "train/entropy_loss": list(-np.exp(-np.arange(POINTS) / 9))},
+    "grpo": {
+        "reward": line(0.2, 0.8, 0.05), "frac_reward_zero_std": line(0.2, 0.5, 0.1), "entropy": line(1.2, 0.5, 0.05),
+        "kl": line(0.0, 0.06, 0.005), "completions/mean_length": line(120, 130, 9),
+        "clip_ratio/region_mean": line(0, 0), "completions/clipped_ratio": line(0.3, 0.1, 0.05),
+    },
+    "ppo": {
+        "rollout/ep_rew_mean": line(20, 180, 4), "rollout/ep_len_mean": line(20, 180, 4),
+        "train/approx_kl": line(0.01, 0.008, 0.002), "train/clip_fraction": line(0.1, 0.12, 0.02),
+        "train/explained_variance": line(-0.1, 0.8, 0.05), "train/entropy_loss": line(-0.69, -0.4),
+    },
+    "dqn": {"rollout/ep_rew_mean": line(22, 9.5, 0.5), "rollout/exploration_rate": line(1, 0.05)},
+    "continuous": {"rollout/ep_rew_mean": line(-1500, -200, 40), "train/entropy_loss": line(-1.4, 0.6)},
+    "dpo": {"rewards/chosen": line(0, -1, 0.1), "rewards/rejected": line(0, -3, 0.1)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_course_is_found(name: str) -> None:
+    assert name in severe(FAULTS[name])
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_course_has_no_warning(name: str) -> None:
+    assert severe(SOUND[name]) == set()
+
+
+def test_ratio_of_one_is_remark() -> None:
+    course = {"rollout/ep_rew_mean": line(20, 80, 2), "train/approx_kl": line(0, 0)}
+    assert [item.id for item in diagnose(history_of(course)) if item.severity == "info"] == ["ratio-always-one"]
+
+
+def test_equal_rewards_explain_missing_gradients() -> None:
+    """What follows from rewards without spread points to them."""
+    history = history_of(FAULTS["rewards-without-spread"])
+    history.add(POINTS, {"training_checks/never_gradient_count": 3, "training_checks/without_gradient_count": 3})
+    assert next(iter(diagnose(history))).id == "rewards-without-spread"
+
+
+@pytest.mark.parametrize(
+    ("name", "common"),
+    [
+        ("reward", "reward"), ("train/reward", "reward"), ("rollout/ep_rew_mean", "reward"), ("objective/kl", "kl"),
+        ("train/approx_kl", "approx_kl"), ("losses/approx_kl", "approx_kl"), ("policy/approxkl_avg", "approx_kl"),
+        ("losses/clipfrac", "clip_fraction"), ("policy/entropy_avg", "entropy"), ("losses/entropy", "entropy"),
+        ("charts/episodic_return", "reward"), ("losses/explained_variance", "explained_variance"),
+        ("response_length/clip_ratio", "truncated"), ("loss", ""), ("eval_reward", ""), ("learning_rate", ""),
+    ],
+)  # fmt: skip
+def test_names_of_trainers_have_common_names(name: str, common: str) -> None:
+    assert common_name(f"reported/{name}") == common
+
+
+def test_only_reported_numbers_have_common_names() -> None:
+    assert by_common_name(["norms/entropy", "reported/entropy"]) == {"entropy": "reported/entropy"}
+    assert {common_name(f"reported/{name}") for name in COMMON_NAMES if name != "rejected_reward"} >= {"kl", "entropy"}
+
+
+def test_course_starts_with_reward() -> None:
+    course = course_of(history_of(SOUND["ppo"]))
+    assert list(course)[:4] == ["reward", "approx_kl", "entropy", "length"]
+    assert course["entropy"]["start"] == pytest.approx(0.68, abs=0.02)
+    assert course_of(history_of({"val_loss": line(1, 0)})) == {}
