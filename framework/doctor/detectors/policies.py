@@ -285,7 +285,7 @@ class CompletionsTruncated(Detector):
 
     Symptom: The model does not learn to stop
 
-    Truncated completions have no end, so that their rewards say little and the model learns to go on. Allow longer
+    Truncated completions have no end, so that their rewards say little and the model learns not to end. Allow longer
     completions, mask or penalise truncated ones, and check that the model knows its end-of-text token.
 
     Applies to: post-training with generation, from reported numbers
@@ -352,8 +352,8 @@ class DeadCritic(Detector):
                 curve.first_step,
                 f"The critic explains nothing: the explained variance of the returns is {curve.end_level():.2g} after "
                 f"{len(curve)} rollouts, so advantages are little more than returns.",
-                "Normalise returns or rewards, raise the coefficient of the value loss, or give the critic a network "
-                "of its own.",
+                "Normalise returns or rewards, raise the coefficient of the value loss, or give the critic "
+                "separate layers.",
                 Evidence(numbers.name("explained_variance"), curve.last, self.share, "0.5 to 1"),
                 confidence=0.75,
             )
