@@ -1,6 +1,8 @@
 """Findings about policies, from what their trainers report: planted courses, and those of sound trainings."""
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,6 +99,15 @@ def test_equal_rewards_explain_missing_gradients() -> None:
 )  # fmt: skip
 def test_names_of_trainers_have_common_names(name: str, common: str) -> None:
     assert common_name(f"reported/{name}") == common
+
+
+def test_names_on_page_have_common_names() -> None:
+    text = (Path(__file__).parents[3] / "docs/policies.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (`.*) \|$", text, re.M)
+    names = {(common, name) for common, cell in rows for name in re.findall(r"`([^`]+)`", cell)}
+    assert len(names) > 25
+    found = {(common, common_name(f"reported/{name}").removeprefix("negative_")) for common, name in names}
+    assert {pair for pair in found if pair[0] != pair[1]} == set()
 
 
 def test_only_reported_numbers_have_common_names() -> None:
