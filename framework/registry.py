@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoints, entry_points
+from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from .errors import UsageError, source_location, unknown, warn, with_lines
@@ -107,7 +107,7 @@ class Registry(Generic[Entry]):
 
 
 @cache
-def _entry_points(*path: str) -> EntryPoints:
+def _entry_points(*path: str) -> Any:  # another class in Python 3.11, which also has select()
     """Return the entry points of the packages in the folders of ``path``, the module search path, which takes 30 ms."""
     return entry_points()
 

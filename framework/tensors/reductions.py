@@ -171,7 +171,7 @@ def joint_norm_of(tensors: Sequence[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     if is_readable(tensors[0]) and {*map(_kind, tensors)} <= _SIMPLE_KINDS:
         # Nearly always, and at each step of most runs: 20 µs for the gradients of three layers instead of 40.
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))).double()
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*tensors]))).double()
         if ACCURATE**0.5 <= norm.item() < math.inf:
             return norm
     device = tensors[0].device

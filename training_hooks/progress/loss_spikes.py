@@ -193,7 +193,8 @@ class LossSpikes(TrainingHook):
     def is_urgent(self, metrics: Metrics) -> bool | Tensor:
         """Return whether the step is a spike."""
         loss, grad_norm = [metrics[f"{prefix}_deviation"] > self.threshold for prefix in SIGNALS]
-        return loss | grad_norm
+        is_spike: bool | Tensor = loss | grad_norm
+        return is_spike
 
     def check(self, values: Mapping[str, Any], step: int) -> Iterator[Alert]:
         """Yield an alert for every signal that spikes at the step, and for a loss that stays high after one."""

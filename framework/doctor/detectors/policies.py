@@ -21,7 +21,7 @@ FEWEST = 10
 class RewardsWithoutSpread(Detector):
     """Finds groups of completions that all get the same reward.
 
-    Symptom: The reward of GRPO does not change, or the gradient is 0
+    Symptom: The reward of a policy does not rise, or falls
 
     The advantage of a completion is its reward minus the mean of its group. If all completions of a prompt get the same
     reward, all advantages are 0, and nothing is learned. Reward part of an answer, use prompts that the model solves
@@ -68,7 +68,7 @@ class RewardsWithoutSpread(Detector):
 class ReferenceIsTrained(Detector):
     """Finds a reference model that always equals the trained one.
 
-    Symptom: The KL divergence, or all rewards of DPO, are exactly 0
+    Symptom: The KL divergence of a policy is exactly 0
 
     The reference is the trained model itself, or a copy that is updated at every step. Load it separately, or copy it
     before the training, and leave it out of the optimizer.
@@ -109,7 +109,7 @@ class ReferenceIsTrained(Detector):
 class EntropyCollapse(Detector):
     """Finds a policy that has stopped exploring.
 
-    Symptom: All completions, or actions, become the same
+    Symptom: The outputs of a policy become nonsense, longer or alike
 
     The entropy falls to a small part of its value at the start while the reward does not rise any more. Raise the
     coefficient of the entropy or the upper clip range, lower the learning rate, or add a KL penalty. With a rising
@@ -154,7 +154,7 @@ class EntropyCollapse(Detector):
 class KLRunaway(Detector):
     """Finds a policy that moves away without limit: from its reference, or in one update.
 
-    Symptom: The KL divergence grows ever faster, and outputs become nonsense
+    Symptom: The outputs of a policy become nonsense, longer or alike
 
     Usual causes are a learning rate that is too high, a KL coefficient that is too small, too many updates on one
     rollout, and a reward that other texts than the intended ones earn.
@@ -205,7 +205,7 @@ class KLRunaway(Detector):
 class RatiosClipped(Detector):
     """Finds updates most of whose ratios are clipped.
 
-    Symptom: The reward of PPO jumps or stands still
+    Symptom: The reward of a policy does not rise, or falls
 
     A clipped ratio has no gradient. If most are clipped, the policy has moved too far for its data: lower the learning
     rate, or take fewer epochs or larger batches per rollout.
@@ -241,7 +241,7 @@ class RatiosClipped(Detector):
 class RewardIsLength(Detector):
     """Finds a reward that follows the length of completions.
 
-    Symptom: The reward rises, and the completions only become longer
+    Symptom: The outputs of a policy become nonsense, longer or alike
 
     The reward rises with the length of completions, step by step: it may reward length itself. Look at a few
     completions, normalise the reward by length, or penalise what exceeds a limit.
@@ -283,7 +283,7 @@ class RewardIsLength(Detector):
 class CompletionsTruncated(Detector):
     """Finds completions that nearly all end at the longest allowed length.
 
-    Symptom: The model does not learn to stop
+    Symptom: The outputs of a policy become nonsense, longer or alike
 
     Truncated completions have no end, so that their rewards say little and the model learns not to end. Allow longer
     completions, mask or penalise truncated ones, and check that the model knows its end-of-text token.
@@ -323,7 +323,7 @@ class CompletionsTruncated(Detector):
 class DeadCritic(Detector):
     """Finds a critic that explains nothing of the returns.
 
-    Symptom: The value loss does not fall, and the advantages are noise
+    Symptom: The reward of a policy does not rise, or falls
 
     The explained variance of the returns stays at 0 or below, as that of a constant. Usual causes are returns of a
     large scale, a learning rate or a coefficient of the value loss that is too small, a shared network that the loss of
@@ -363,7 +363,7 @@ class DeadCritic(Detector):
 class RewardFalls(Detector):
     """Finds a policy that becomes worse than it was at the start.
 
-    Symptom: The reward falls from the start
+    Symptom: The reward of a policy does not rise, or falls
 
     A policy that follows its gradient in the wrong direction, such as without the minus sign before the objective,
     earns less than a random one. Otherwise its learning rate is too high, or the advantages belong to other actions.
@@ -404,7 +404,7 @@ class RewardFalls(Detector):
 class SamplerDiffers(Detector):
     """Finds a sampler whose probabilities differ from those of the trainer.
 
-    Symptom: GRPO with vLLM becomes unstable after a while
+    Symptom: The outputs of a policy become nonsense, longer or alike
 
     The log-probabilities of the sampler and of the trainer differ by more than rounding: other weights (not
     synchronised), another precision, another temperature, or another template.
@@ -440,7 +440,7 @@ class SamplerDiffers(Detector):
 class RatioAlwaysOne(Detector):
     """Reports updates in which the new policy is the old one.
 
-    Symptom: The KL divergence to the old policy is exactly 0
+    Symptom: The KL divergence of a policy is exactly 0
 
     Each rollout is used for one update only, so that the ratio of new to old probabilities is 1 and clipping does
     nothing. That is right for one update per rollout; otherwise the old probabilities are computed again after each.
