@@ -108,15 +108,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         numbers[test] += 1
 
 
+_NEW_MODULES = 50
+"""The number of imported modules after which their objects are excluded from garbage collection."""
+_frozen_modules = 0
+
+
+def _freeze_modules() -> None:
+    """Exclude all objects from garbage collection if a test has imported a library.
+
+    Otherwise every full collection would visit up to a million objects of libraries.
+    """
+    global _frozen_modules
+    if len(sys.modules) - _frozen_modules >= _NEW_MODULES:
+        _frozen_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_collection_finish() -> None:
     """Exclude the collected tests, some million objects, from garbage collection."""
-    gc.collect()
-    gc.freeze()
+    _freeze_modules()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed the global random generators before every test, and check the test against its markers."""
+    _freeze_modules()
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
