@@ -62,7 +62,7 @@ def test_watched_script_is_the_script_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("last", "status"), [("sys.exit(5)", 5), ("1 / 0", 1), ("import os; os._exit(7)", 7)])
-@pytest.mark.slow_rows("sys")
+@pytest.mark.slow_rows("sys.exit(5)-5")
 def test_status_is_that_of_the_command(tmp_path: Path, last: str, status: int) -> None:
     watched = run(tmp_path, sys.executable, script(tmp_path, last))
     assert watched.returncode == status
