@@ -26,12 +26,13 @@ def test_hugging_face_callback_equals_attach(tmp_path: Path) -> None:
     """Weights, optimizer, random numbers at every step, and the record are those of attach; weights those without."""
     from tests.framework.integrations import hf_trainers as hf
 
-    bare = hf.traced(tmp_path / "bare")
-    trainer = hf.trainer(tmp_path)
+    short = {"num_train_epochs": 1}
+    bare = hf.traced(tmp_path / "bare", **short)
+    trainer = hf.trainer(tmp_path, **short)
     scope = loopscope.attach(trainer, **HOOKS, out=tmp_path / "attached" / "run")
     trainer.train()
     trace, callback = hf.Trace(), loopscope.Callback(**HOOKS, out=tmp_path / "callback" / "run")
-    hf.trainer(tmp_path, trace, callback).train()
+    hf.trainer(tmp_path, trace, callback, **short).train()
     assert hf.same((trace.steps, torch.rand(3)), bare)
     assert callback.scope is not None
     assert record(callback.scope) == record(scope)
