@@ -55,6 +55,8 @@ def texts(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_messages_take_options_from_one_place(path: Path) -> None:
     """Outside of the command line no message contains one of its options."""
+    if not WORD.search(path.read_text(encoding="utf-8")):
+        return
     name = str(path.relative_to(ROOT))
     found = [text for text in texts(path) if WORD.search(text)]
     allowed = ALLOWED.get(name, [])
