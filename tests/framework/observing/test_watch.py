@@ -48,12 +48,23 @@ def summary(folder: Path, name: str = "run_0") -> dict[str, Any]:
     return content
 
 
+ARGUMENTS = ("--lr", "1e-3")
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the output of the script alone, with arguments."""
+    folder = tmp_path_factory.mktemp("alone")
+    alone = run(folder, sys.executable, script(folder, "sys.stdout.flush()"), *ARGUMENTS, watched=False)
+    assert alone.returncode == 0
+    return alone.stdout
+
+
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
-def test_watched_script_is_the_script_alone(tmp_path: Path) -> None:
+def test_watched_script_is_the_script_alone(tmp_path: Path, output: str) -> None:
     """Its output, arguments and status are its own, and its record is complete."""
-    words = [sys.executable, script(tmp_path, "sys.stdout.flush()"), "--lr", "1e-3"]
-    alone, watched = run(tmp_path, *words, watched=False), run(tmp_path, *words)
-    assert (watched.stdout, watched.returncode) == (alone.stdout, 0)
+    watched = run(tmp_path, sys.executable, script(tmp_path, "sys.stdout.flush()"), *ARGUMENTS)
+    assert (watched.stdout, watched.returncode) == (output, 0)
     assert "observing Sequential" in watched.stderr
     found = summary(tmp_path)
     assert (found["status"], found["steps"], found["hook_errors"]) == ("completed", 6, [])
@@ -77,12 +88,10 @@ def test_training_stops_after_some_steps(tmp_path: Path) -> None:
     assert summary(tmp_path)["steps"] == 3
 
 
-def test_training_continues_without_a_record(tmp_path: Path) -> None:
+def test_training_continues_without_a_record(tmp_path: Path, output: str) -> None:
     """The folder of the record cannot be created, which is only noticed at the first step."""
-    words = [sys.executable, script(tmp_path)]
-    watched = run(tmp_path, "--out", "/proc/none/run", "--", *words)
-    alone = run(tmp_path, *words, watched=False)
-    assert (watched.stdout, watched.returncode) == (alone.stdout, 0)
+    watched = run(tmp_path, "--out", "/proc/none/run", "--", sys.executable, script(tmp_path), *ARGUMENTS)
+    assert (watched.stdout, watched.returncode) == (output, 0)
     assert watched.stderr.count("continues without loopscope") == 1
     assert "Traceback" not in watched.stderr
 
