@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.loss import _Loss
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..isolation import VISITS
@@ -63,6 +67,8 @@ class Recording(PassiveListener, Transient):
             with VISITS:
                 for handle in handles:
                     handle.remove()
+                    # torch leaves this entry, because of which it warns at calls of compiled modules.
+                    _global_forward_hooks_with_kwargs.pop(handle.id, None)
             self._recorder.stop()
 
     def _counts(self, module: nn.Module) -> bool:

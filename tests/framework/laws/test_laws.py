@@ -217,6 +217,7 @@ def test_check_leaves_training_as_it_was() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert not optimizer.state
     assert all(item.grad is None for item in model.parameters())
+    assert not torch.nn.modules.module._has_any_global_hook()
 
 
 def test_unknown_law_is_refused() -> None:
