@@ -69,13 +69,14 @@ def traced(folder: Path, hooks: Any = None, *, train: Any = None, **options: Any
     trace = Trace()
     made = trainer(folder, trace, **options)
     if hooks is not None:
-        attached(made, hooks)
+        attached(made, hooks, audit=True)
     (train or type(made).train)(made) if train else made.train()
     return trace.steps, torch.rand(3)
 
 
 def attached(made: Trainer, hooks: Any, **choices: Any) -> Any:
-    return loopscope.attach(made, hooks=hooks, **{"display": "none", "audit": True, **choices})
+    """Attach; audits, which double the time of a training, belong to the tests that compare its bytes."""
+    return loopscope.attach(made, hooks=hooks, **{"display": "none", **choices})
 
 
 def same(ours: tuple[list[list[Tensor]], Tensor], theirs: tuple[list[list[Tensor]], Tensor]) -> bool:
