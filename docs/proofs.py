@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from docs.generate import table
@@ -36,6 +37,7 @@ def promises(page: Path = GUARANTEES) -> dict[str, str]:
     return {title.lower().replace(" ", "-"): text for text, title in rows}
 
 
+@cache
 def proofs(folder: Path = TESTS) -> list[Proof]:
     """Return all tests with a marker ``guarantee``, by file and position."""
     marked = [path for path in sorted(folder.rglob("test_*.py")) if "mark.guarantee(" in path.read_text("utf-8")]

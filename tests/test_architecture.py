@@ -151,10 +151,7 @@ def _imports_are_found() -> None:
 
 def _imports(file: str, tree: ast.Module) -> Iterator[Import]:
     package = dotted(file).split(".") if file.endswith("__init__.py") else dotted(file).split(".")[:-1]
-    typing = {inner for node in ast.walk(tree) if _is_for_types(node) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if node in typing:
-            continue
+    for node in _statements(tree):
         if isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
@@ -162,6 +159,14 @@ def _imports(file: str, tree: ast.Module) -> Iterator[Import]:
                 yield from _named(file, module, tuple(alias.name for alias in node.names))
         elif isinstance(node, ast.Import):
             yield from (Import(file, a.name, ()) for a in node.names if a.name.split(".")[0] == "loopscope")
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all statements of a module except those for types; expressions, most of the nodes, have no imports."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)) and not _is_for_types(child):
+            yield child
+            yield from _statements(child)
 
 
 def _is_for_types(node: ast.AST) -> bool:
