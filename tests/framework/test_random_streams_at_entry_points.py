@@ -8,6 +8,7 @@ import loopscope
 import pytest
 
 from tests.support.cases import slow_unless
+from tests.support.processes import own_process
 
 CHECK = """
 import random, sys
@@ -168,9 +169,9 @@ def test_importing_a_module_leaves_streams_unchanged(module, tmp_path):
     run(f"import {module}\ncheck('importing')", tmp_path)
 
 
-@pytest.mark.process
-def test_streams_are_restored_after_an_error(tmp_path):
-    """In a new process, since threads that other tests left behind would keep the streams from being restored."""
+@own_process
+def test_streams_are_restored_after_an_error():
+    """In a separate process, since threads that other tests left behind would keep the streams from being restored."""
     error = """
 from loopscope.preserved_streams import preserved_streams
 try:
@@ -183,4 +184,4 @@ except ZeroDivisionError:
 else:
     raise AssertionError("the error is lost")
 """
-    run(error, tmp_path)
+    exec(CHECK + error, {})
