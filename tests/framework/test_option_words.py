@@ -23,6 +23,7 @@ FILES = [
 WORD = re.compile(r"(?<![\w-])--[a-z]")
 ALLOWED = {
     "framework/console/tables.py": ["--metrics", "--hook-config"],  # a shell command, and a page of the command
+    "framework/doctor/diagnosis_text.py": ["loopscope check --laws"],  # a shell command
     "framework/doctor/detectors/losses.py": ["--spike"],  # a shell command
     "framework/doctor/detectors/speed.py": ["--profile-hooks"],  # for both, as findings are read by both
     "framework/laboratory/questions/run_trials.py": ["--save-checkpoints"],  # for users of the command
