@@ -12,12 +12,12 @@ from tests.support import CASES, LOOPS, MODELS, OPTIMIZERS, Case
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Choose few rows of the product of axes that together contain every pair of values of two axes."""
-    rows = list(product(*axes))
-    missing = set().union(*map(pairs, rows))
+    contents = {row: pairs(row) for row in product(*axes)}
+    missing = set().union(*contents.values())
     chosen = []
     while missing:
-        chosen.append(max(rows, key=lambda row: len(pairs(row) & missing)))
-        missing -= pairs(chosen[-1])
+        chosen.append(max(contents, key=lambda row: len(contents[row] & missing)))
+        missing -= contents[chosen[-1]]
     return chosen
 
 
