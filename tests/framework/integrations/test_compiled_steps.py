@@ -1,6 +1,7 @@
 """Optimizers, losses and steps that torch compiles: hooks observe them without a change of their graphs and bits."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,10 @@ def train(compiled: str, **options: Any) -> tuple[list[list[float]], int]:
     return [item.tolist() for item in model.parameters()], sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
+bare_training = cache(train)
+"""The same training for every group of hooks."""
+
+
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
@@ -73,7 +78,7 @@ def train(compiled: str, **options: Any) -> tuple[list[list[float]], int]:
 @pytest.mark.parametrize("compiled", ["loss", "update", "step"])
 def test_hooks_keep_bits_of_compiled_functions(tmp_path: Path, compiled: str, group: str) -> None:
     """Taps break no graph of a compiled loss; it may only be compiled again without them."""
-    bare, breaks = train(compiled)
+    bare, breaks = bare_training(compiled)
     weights, breaks_with_hooks = train(compiled, with_hooks=group, loss=loss_of, out=tmp_path / "run")
     assert weights == bare
     assert compiled != "loss" or breaks_with_hooks == breaks == 0
