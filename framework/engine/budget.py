@@ -19,6 +19,8 @@ from .metric_delivery import MetricDelivery
 
 FIRST_WINDOW = 32
 """Steps with full schedules, which contain all early checks; the first decision follows."""
+FIRST_SECONDS = 1.0
+"""CPU seconds of hooks before which their schedules stay: a short training loses nothing by them."""
 WINDOW = 128
 """Steps between two later decisions."""
 WARM_UP = 4
@@ -273,6 +275,8 @@ class Budget:
         self._since: tuple[int, float] | None = None
         # of the meter at the start of the window
         self._hook_seconds = self._delivery_seconds = self._named_seconds = 0.0
+        self._has_begun = False
+        """Whether the hooks have used up the time that is free."""
         self._paces: list[float] = []
         self._fixed: float | None = None
         self._delivered = 0.0
@@ -431,16 +435,18 @@ class Budget:
         delivered = (self.meter.delivery_seconds - self._delivery_seconds) / steps
         self._delivered = (self._delivered + delivered) / 2
         training = max((self.now() - since) / steps - of_hooks - of_named - self._fixed, 1e-9)
-        is_first = not self._paces
-        if not is_first:
+        if self._has_begun:
             self._spent += steps * (of_hooks + self._fixed)
             self._trained += steps * training
         self._paces = [*self._paces[-1:], training]
         pace = min(self._paces)  # a single slow window, such as one with an evaluation, does not relax schedules
-        factors = self._factors_within(pace)
+        self._has_begun = self._has_begun or meter.hook_seconds >= FIRST_SECONDS
+        factors = self._factors_within(pace) if self._has_begun else dict(self.factors)
         if self._ranks.are_many:
             factors = self._ranks.gather(factors)[0]
         self._change(factors, step)
+        if not self._has_begun:
+            return
         cost, current = self._cost_function()
         self._newest = {"training": pace, "fixed": self._fixed + self._delivered, "hooks": cost(current)}
 

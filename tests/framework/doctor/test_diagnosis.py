@@ -26,6 +26,7 @@ from loopscope.doctor import (
     diagnose,
     start_facts,
 )
+from loopscope.doctor.diagnosis import with_spacing
 from loopscope.doctor.findings import ranked
 from loopscope.errors import RunNotice
 from loopscope.hooks import HookPoint, Series
@@ -44,6 +45,16 @@ def test_causes_precede_their_consequences() -> None:
     cause, effect = finding("cause", "warning", stage="set-up"), finding("effect", "critical", step=5, stage="loss")
     remark, other = finding("remark", "info", stage="set-up"), finding("other", "warning", confidence=0.5, stage="")
     assert [item.id for item in ranked([remark, effect, other, cause])] == ["cause", "other", "effect", "remark"]
+
+
+@pytest.mark.parametrize(("factor", "spacing"), [(8, " First seen at step 17 (measured every 8 steps)."), (1, "")])
+def test_finding_names_the_spacing_of_a_budget(factor: int, spacing: str) -> None:
+    """The first step of a finding is known to within the steps between two measurements, which its sentence states."""
+    history = History()
+    history.add(1, {"budget/thinning": {"norms": factor}})
+    history.add(17, {"norms/total": Series([1, 9, 17, 25], [1.0, 1.0, 9.0, 9.0])})
+    found = replace(finding("large", "warning", step=17), evidence=[Evidence("norms/total", 9.0)])
+    assert with_spacing(found, history).why == f"why{spacing}"
 
 
 def test_later_finding_explains_no_earlier_one() -> None:

@@ -31,7 +31,7 @@ from torch import nn
 from tests.support import Case, SpyHook, at, train
 
 CLOCK = "loopscope.engine.budget.thread_time"
-STEP = 1e-3
+STEP = 0.1
 """The CPU seconds of a step of the training."""
 
 
@@ -171,11 +171,20 @@ def test_expensive_hook_is_thinned(clock: Clock) -> None:
 
 def test_schedules_stay_without_need(clock: Clock) -> None:
     """Hooks that cost less than the budget are called at all of their steps."""
-    hook = costly(clock, "small", STEP / 100)
+    hook = costly(clock, "small", STEP / 25)
     run = trained(clock, [hook], within(0.05, "small"))
     assert steps_of(hook) == [*range(1, 401)]
     assert run.manager.budget is not None
     assert run.manager.budget.report()["every"] == {}
+
+
+def test_first_second_of_hooks_is_free(clock: Clock) -> None:
+    """Hooks that take less than a second together keep their schedules, and the summary is silent."""
+    hook = costly(clock, "large", 0.9 / 400)
+    run = trained(clock, [hook], within(0.05, "large"), step=1e-4)
+    assert steps_of(hook) == [*range(1, 401)]
+    assert run.manager.budget is not None
+    assert not run.manager.budget.report()
 
 
 def test_named_hooks_have_no_budget(clock: Clock) -> None:
@@ -295,6 +304,12 @@ def test_text_names_what_no_schedule_can_thin(fixed: float) -> None:
 # Attached trainings
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the budget hold from the first decision on."""
+    monkeypatch.setattr("loopscope.engine.budget.FIRST_SECONDS", 0.0)
+
+
 def attached(folder: Path | None, budget: Any = None, steps: int = 300, **options: Any) -> torch.Tensor:
     """Train a small network with the group health, and return its weights."""
     torch.manual_seed(0)
@@ -314,6 +329,7 @@ def attached(folder: Path | None, budget: Any = None, steps: int = 300, **option
 
 @pytest.mark.longer
 @pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")
+@pytest.mark.usefixtures("at_once")
 def test_equal_schedules_give_equal_records(tmp_path: Path) -> None:
     """A run that repeats the schedules of another one has the same record, byte for byte, and the same weights."""
     bare = attached(None)
@@ -327,6 +343,7 @@ def test_equal_schedules_give_equal_records(tmp_path: Path) -> None:
 
 @pytest.mark.longer
 @pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")
+@pytest.mark.usefixtures("at_once")
 def test_health_is_thinned_in_the_record(tmp_path: Path) -> None:
     """The record has the loss of every step, sparse measurements, and the summary the schedules."""
     attached(tmp_path / "run", "5%")

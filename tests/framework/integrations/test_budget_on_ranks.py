@@ -28,7 +28,7 @@ class Ticks:
 
 def with_budget() -> dict[str, Any]:
     """Train with hooks of a group; return their schedules at the end, and whether the weights are those alone."""
-    budget.thread_time = Ticks()
+    budget.thread_time, budget.FIRST_SECONDS = Ticks(), 0.0
     attached, bare = Loop("DDP", drawing=False), Loop("DDP", drawing=False)
     for loop in (attached, bare):
         loop.batches = loop.batches * 20

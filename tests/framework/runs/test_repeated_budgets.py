@@ -30,7 +30,9 @@ pytestmark = [
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, type[Small]]:
     """Train a run whose hooks cost more than its steps, so that they are thinned after the first window."""
     folder = tmp_path_factory.mktemp("runs")
-    session(folder, request.param, **OPTIONS, budget="5%").run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("loopscope.engine.budget.FIRST_SECONDS", 0.0)
+        session(folder, request.param, **OPTIONS, budget="5%").run()
     return folder, request.param
 
 

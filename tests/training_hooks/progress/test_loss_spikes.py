@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.engine import HookManager
 from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hooks import StepSchedule
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
@@ -101,6 +102,17 @@ def test_lasting_rise_is_a_spike_only_once():
     """The spike is at the first step of the rise."""
     reports = watch(LossSpikes(window=20), noise(40) + [value + 2 for value in noise(40)])
     assert spiking_steps(reports) == [40]
+
+
+@pytest.mark.parametrize(
+    ("every", "words"), [(1, "the previous 16 steps ("), (4, "16 steps that were measured, one in 4 (")]
+)
+def test_alert_names_the_steps_of_its_window(every, words):
+    """With a schedule that leaves out steps, the window of a spike is described by the measured ones."""
+    hook = LossSpikes(window=16)
+    hook.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
+    (alert,) = hook.check({"loss_rise": 0.1, "loss_deviation": 9.0, "grad_norm_deviation": 0.0}, 65)
+    assert words in str(alert)
 
 
 def test_constant_values_have_no_spikes():
