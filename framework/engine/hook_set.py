@@ -388,9 +388,9 @@ class HookSet:
     def due_at(self, point: HookPoint) -> list[TrainingHook]:
         """Return the hooks that are due at ``point``, each once."""
         listeners = self.listeners.at[point]
-        if not listeners:
-            return []
         epoch, step = self._state.loop.epoch, self._state.loop.step
+        if not listeners or step < self.listeners.first_due[point]:
+            return []
         due = [item.hook for item in listeners if item.is_always_due or item.is_due(epoch, step)]
         return [*dict.fromkeys(due)]
 

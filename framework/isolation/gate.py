@@ -122,7 +122,8 @@ class Isolation:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the model in this visit, in the model's order."""
-        self._tripwire.ensure_baseline(is_complete=False)
+        if not self._tripwire.quick:
+            self._tripwire.take_baseline(is_complete=False)
         return self._tripwire.watch.parameters
 
     @property
@@ -348,7 +349,9 @@ class Isolation:
         needs_bytes = is_full or key in self._rewriting_calls
         if needs_bytes and self._unchecked_calls:  # first, since bytes that these calls changed must not be recorded
             self._check_shared_quickly()
-        tripwire.ensure_baseline(is_complete=is_full or not shares)
+        is_complete = is_full or not shares
+        if not tripwire.quick or (is_complete and not tripwire.rest):
+            tripwire.take_baseline(is_complete=is_complete)
         if needs_bytes:
             tripwire.record_bytes()
         return is_full

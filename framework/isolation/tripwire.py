@@ -44,8 +44,10 @@ class Tripwire:
         self._state = state
         self._parts = parts
         self.watch = WatchList(state, parts)
-        self._quick: Sweep = ()
-        self._rest: Sweep = ()
+        self.quick: Sweep = ()
+        """The latest quick sweep, empty without a baseline."""
+        self.rest: Sweep = ()
+        """The rest of the latest complete sweep, empty without a complete baseline."""
         self._attribute_addresses = b""
         self._swept: list[Tensor] = []
         self._bytes = NO_BYTES
@@ -58,20 +60,17 @@ class Tripwire:
     # Ignoring warnings costs 2 µs, so the three methods of every visit do so only in a second call, if a filter has
     # turned a library's warning into an error in the first; other methods ignore warnings from the start.
 
-    def ensure_baseline(self, *, is_complete: bool) -> None:
-        """Take a baseline of quick sweeps, or a complete one, unless there is one."""
-        if not self._quick or (is_complete and not self._rest):
-            self.take_baseline(is_complete=is_complete)
-
     def take_baseline(self, *, is_complete: bool = True, is_second: bool = False) -> None:
         """Take the baseline of a visit; without a complete one :meth:`check_rest` does nothing."""
         try:
             if not self.watch.has_equal_keys():
                 self.watch = WatchList(self._state, self._parts)
-            self._sweep_baseline(is_complete=is_complete)
-            if not self.watch.is_current(self._quick[0], self._quick[1], *self._rest[:1]):
+            self.quick, tensors = self._sweep()
+            self.rest = self._sweep_rest(tensors) if is_complete else ()
+            if not self.watch.is_current(self.quick[0], self.quick[1], *self.rest[:1]):
                 self.watch = WatchList(self._state, self._parts)
-                self._sweep_baseline(is_complete=is_complete)
+                self.quick, tensors = self._sweep()
+                self.rest = self._sweep_rest(tensors) if is_complete else ()
         except Warning:
             if is_second:
                 raise
@@ -80,10 +79,6 @@ class Tripwire:
             return
         self._attribute_addresses = self.watch.attribute_addresses
         self._bytes = NO_BYTES
-
-    def _sweep_baseline(self, *, is_complete: bool) -> None:
-        self._quick, tensors = self._sweep()
-        self._rest = self._sweep_rest(tensors) if is_complete else ()
 
     def record_bytes(self) -> None:
         """Record digests of the swept tensors, so that a check can compare bytes instead of versions.
@@ -121,10 +116,10 @@ class Tripwire:
 
     def _holds_equal_bytes(self, now: Sweep) -> bool:
         """Return whether only versions differ from the baseline, and the written tensors hold equal bytes."""
-        same_objects = all(map(same_values, self._quick[:-1], now[:-1]))
-        if not self._bytes or not same_objects or len(self._quick[-1]) != len(now[-1]):
+        same_objects = all(map(same_values, self.quick[:-1], now[:-1]))
+        if not self._bytes or not same_objects or len(self.quick[-1]) != len(now[-1]):
             return False
-        triples = zip(self._swept, self._quick[-1], now[-1], strict=True)
+        triples = zip(self._swept, self.quick[-1], now[-1], strict=True)
         written = [tensor for tensor, old, new in triples if old != new]
         return not self._bytes.changed(written)
 
@@ -132,7 +127,7 @@ class Tripwire:
         """Make a quick sweep; raise :class:`StateMutationError`, which names ``caller`` and the changes."""
         try:
             quick, self._swept = self._sweep()
-            previous, watch, self.rewritten = self._quick, self.watch, False
+            previous, watch, self.rewritten = self.quick, self.watch, False
             try:
                 # Nearly always all objects are the same and no tensor was written to, which a few C calls show.
                 has_same_tensors = addresses(quick[0]) == watch.tensor_addresses
@@ -149,14 +144,14 @@ class Tripwire:
             return
         if changes:
             raise mutation_error(caller, changes)
-        self._quick = quick
+        self.quick = quick
 
     def check_rest(self, caller: object, *, is_second: bool = False) -> None:
         """Extend the latest quick sweep to a complete one; raise :class:`StateMutationError` for changes."""
-        if not self._rest:
+        if not self.rest:
             return
         try:
-            rest, previous = self._sweep_rest(self._swept), self._rest
+            rest, previous = self._sweep_rest(self._swept), self.rest
             has_equal_attributes = self._attribute_addresses == self.watch.attribute_addresses
             try:
                 has_equal_values = has_equal_attributes or same_values(previous[0], rest[0])
@@ -170,15 +165,15 @@ class Tripwire:
             return
         if changes:
             raise mutation_error(caller, changes)
-        self._rest, self._attribute_addresses = rest, self.watch.attribute_addresses
+        self.rest, self._attribute_addresses = rest, self.watch.attribute_addresses
 
     def restore_cheaply(self) -> None:
         """Restore what costs little: settings, modes, attributes of modules, hooks on modules, gradients.
 
         The check that follows reports what could not be restored.
         """
-        watch, rest = self.watch, self._rest
-        pairs: list[tuple[Any, Any]] = [*zip(watch.tensor_parts, self._quick[2:], strict=False)]
+        watch, rest = self.watch, self.rest
+        pairs: list[tuple[Any, Any]] = [*zip(watch.tensor_parts, self.quick[2:], strict=False)]
         if rest:
             pairs += zip(watch.getter_parts, self._readings(rest[2]), strict=False)
             pairs += zip(watch.value_parts, rest[4:], strict=False)
@@ -192,7 +187,7 @@ class Tripwire:
 
     def release(self) -> None:
         """Drop the results of the last sweep, so that they keep no gradients and batches alive."""
-        self._quick, self._rest, self._swept, self._bytes, self._hooks = (), (), [], NO_BYTES, {}
+        self.quick, self.rest, self._swept, self._bytes, self._hooks = (), (), [], NO_BYTES, {}
 
     def _sweep(self) -> tuple[Sweep, list[Tensor]]:
         """Return the contents of tables, the frequently replaced tensors and all versions, with the swept tensors."""
@@ -238,7 +233,7 @@ class Tripwire:
 
     def _changes(self, now: Sweep) -> list[str]:
         """Name the differences between a quick sweep and the baseline."""
-        previous, watch = self._quick, self.watch
+        previous, watch = self.quick, self.watch
         names = self._state.names()
         tables = zip((watch.pure, watch.mixed), previous, now, strict=False)
         changes = [
@@ -254,7 +249,7 @@ class Tripwire:
 
     def _changes_of_rest(self, now: Sweep) -> list[str]:
         """Name the differences between the rest of a complete sweep and the baseline."""
-        previous, watch = self._rest, self.watch
+        previous, watch = self.rest, self.watch
         changes: list[str] = []
         if not same_values(previous[0], now[0]):
             changes.append(watch.attribute(previous[0], now[0], self._state.names()))
