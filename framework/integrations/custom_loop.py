@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial, wraps
-from itertools import islice
+from functools import cached_property, partial, wraps
 from threading import get_ident
 from types import FrameType
 from typing import Any, Protocol
@@ -202,7 +201,8 @@ class CustomLoop(Transient):
         self._used: set[str] = set()
         """The calls that the loop has used, and the sentences that were shown."""
         self._is_in_backward = self._is_given_up = False
-        self._gradients: tuple[list[Any], list[Any]] | None = None  # before the backward pass in progress
+        self._gradients: list[tuple[Any, Any, int]] | None = None
+        """The parameters with their gradients, and the versions of these, before the backward pass in progress."""
         self._nested_passes = 0
         self._was_shown = False
         """Whether hooks have received the loss of the pass in progress."""
@@ -374,7 +374,16 @@ class CustomLoop(Transient):
 
         Hooks see the model after it: the step begins with the backward pass.
         """
-        return any(not item.is_leaf for item in islice(self._driver.task.model.parameters(), 1))
+        weights, name = self._first_weight
+        weight = weights.get(name)
+        return weight is not None and not weight.is_leaf
+
+    @cached_property
+    def _first_weight(self) -> tuple[Mapping[str, Any], str]:
+        """The table of the first parameter, which ``functional_call`` writes to as well, and its name there."""
+        tables = [module._parameters for module in self._driver.task.model.modules()]
+        names = ((table, name) for table in tables for name, item in table.items() if item is not None)
+        return next(names, ({}, ""))
 
     def _open_step(self) -> None:
         """Start a step, or its next micro-batch, on the arguments of the newest pass."""
@@ -426,10 +435,11 @@ class CustomLoop(Transient):
         self._is_in_backward = False
         scaled, self._scaled = self._scaled, None
         step = self._step
-        is_of_shards = step.has_new_batch and bool(self._driver.task.ranks.shards)  # which keep gradients elsewhere
-        if not (self._note_reached(before) or step.stepped_in_backward or is_of_shards):
-            self._drop_shown_pass()
-            return
+        if not (self._note_reached(before) or step.stepped_in_backward):
+            is_of_shards = step.has_new_batch and bool(self._driver.task.ranks.shards)  # which keep gradients elsewhere
+            if not is_of_shards:
+                self._drop_shown_pass()
+                return
         self._was_shown = False
         if step.phase is BETWEEN_STEPS and not (step.has_closure or self._has_batches):
             self._open_step()
@@ -440,7 +450,8 @@ class CustomLoop(Transient):
         self._passes += 1
         self._divisors.add(self._divisor)
         if len(roots) == 1 and roots[0].numel() == 1:
-            loss = roots[0].detach().squeeze()
+            loss = roots[0].detach()
+            loss = loss.squeeze() if loss.ndim else loss
             scale = self._scale if roots[0] is scaled else None
             self.record_loss(loss if scale is None else loss / scale.to(loss.device), complete=False)
         else:
@@ -475,13 +486,13 @@ class CustomLoop(Transient):
     def _parameters(self) -> list[Any]:
         return [item for optimizer in self._optimizers for group in optimizer.param_groups for item in group["params"]]
 
-    def _read_gradients(self) -> tuple[list[Any], list[Any]]:
-        gradients = [parameter.grad for parameter in self._parameters]
-        return gradients, [None if gradient is None else gradient._version for gradient in gradients]
+    def _read_gradients(self) -> list[tuple[Any, Any, int]]:
+        pairs = [(parameter, parameter.grad) for parameter in self._parameters]
+        return [(parameter, gradient, 0 if gradient is None else gradient._version) for parameter, gradient in pairs]
 
-    def _note_reached(self, before: tuple[list[Any], list[Any]]) -> bool:
+    def _note_reached(self, before: list[tuple[Any, Any, int]]) -> bool:
         """Return whether a pass has changed the gradient of a parameter, which is noted."""
-        for parameter, gradient, version in zip(self._parameters, *before, strict=False):
+        for parameter, gradient, version in before:
             now = parameter.grad
             if now is not None and (now is not gradient or now._version != version):
                 self._probe = parameter, now, now._version

@@ -41,10 +41,11 @@ class ForwardArguments(Transient):
         is_in_hook: Callable[[], bool],
         note_evaluation: Callable[[bool], None] | None = None,
     ) -> None:
-        self._modules, self._receive, self._is_in_hook = modules, receive, is_in_hook
+        self._modules, self._ids = modules, frozenset(map(id, modules))  # which are alive as long as this object
+        self._receive, self._is_in_hook = receive, is_in_hook
         self._note_evaluation = note_evaluation
         self._handle: Any = None
-        self._has_received = False
+        self._is_armed = self._has_received = False
         # A module that was compiled in place calls its hooks within its graph, where they would have no effect.
         self._is_given_up = any(module._compiled_call_impl is not None for module in modules)
         # OptimizedModule has no public name and takes seconds to import.
@@ -53,14 +54,18 @@ class ForwardArguments(Transient):
 
     def arm(self) -> None:
         """Wait for the next pass."""
-        if self._handle is not None or self._is_given_up:
+        if self._is_armed or self._is_given_up:
             return
+        self._is_armed = True
         with VISITS:
-            if self._wrapper is None:
-                self._handle = register_module_forward_pre_hook(self)
-            else:
+            if self._wrapper is not None:
                 hook = InternalFunction(self._note)
                 self._handle = self._wrapper.register_forward_pre_hook(hook, with_kwargs=True)
+            elif self._handle is None:
+                self._handle = register_module_forward_pre_hook(self)
+            else:
+                # A new handle would let the tripwire count all hooks of the model again, in every step.
+                self._handle.hooks_dict_ref()[self._handle.id] = self
 
     def receive_by(self, receive: Receiver) -> None:
         """Replace the receiver."""
@@ -68,10 +73,10 @@ class ForwardArguments(Transient):
 
     def disarm(self) -> None:
         """Wait no longer."""
-        if self._handle is not None:
+        if self._is_armed:
+            self._is_armed = False
             with VISITS:
                 self._handle.remove()
-            self._handle = None
 
     def end_step(self) -> None:
         """Wait for the pass of the next step; give up if this one had none, as in a compiled function."""
@@ -96,7 +101,7 @@ class ForwardArguments(Transient):
             return
         if torch._C._functorch.peek_interpreter_stack() is not None:  # within torch.func, with wrapped tensors
             return
-        if any(module is item for item in self._modules):
+        if id(module) in self._ids:
             # torch has no hook of all modules with keyword arguments; its Module._call_impl has them under this name.
             self._note(module, inputs, sys._getframe(1).f_locals.get("kwargs", {}))
 
@@ -112,10 +117,10 @@ class ForwardArguments(Transient):
 
 def arguments_of(module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     """Return the only argument of a pass, or its arguments by name."""
-    module = getattr(module, "_orig_mod", module)  # of a compiled wrapper, whose forward takes any arguments
     if len(inputs) == 1 and not options:
         return inputs[0]
     try:
+        module = getattr(module, "_orig_mod", module)  # of a compiled wrapper, whose forward takes any arguments
         return dict(signature(module.forward).bind(*inputs, **options).arguments)
     except (TypeError, ValueError):  # a function that is not written in Python
         return {**{str(index): value for index, value in enumerate(inputs)}, **options}

@@ -16,6 +16,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -110,7 +111,12 @@ SOFT_CROSS_ENTROPY = ("Div", "Neg", "Sum", "Mul", "LogSoftmax")
 
 def operation_of(node: Any) -> str:
     """Return the name of an autograd node without its ending: ``NllLoss`` of ``NllLossBackward0``."""
-    return re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
+    return _operation(node.name())
+
+
+@cache
+def _operation(name: str) -> str:
+    return re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
 
 
 def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
