@@ -68,8 +68,8 @@ class WatchedRun:
         origin = record.provenance.get("watch")
         require(
             isinstance(origin, Mapping),
-            f"{where} was not recorded by loopscope watch, so its command is not known; train it as loopscope watch "
-            "python SCRIPT to repeat its steps.",
+            f"{where} was recorded by a call of loopscope in its script, not by loopscope watch, so its command is not "
+            "known; take the call out, and train it as loopscope watch python SCRIPT to repeat its steps.",
         )
         require(not is_locked(folder), f"{where} is still being trained; wait until it has ended.")
         run = cls(folder, record, dict(origin or {}))

@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..errors import UsageError, with_lines
+from ..errors import LoopscopeError, UsageError, with_lines
 from ..hooks import StepSchedule
 from ..isolation import VISITS
 from ..observing import modules_over, referred_by_callers
@@ -73,6 +73,8 @@ class WatchedProcess:
         self._pass_handles: list[Any] = []
         self._step_handles: list[Any] = []
         self._begun = 0
+        self._is_left = False
+        """Whether it was reported that the script attaches loopscope itself."""
         self._scopes: dict[AttachedScope, tuple[float, int]] = {}
         """The trainings that have not ended, with the number of those before them, and their threads."""
         self._error: BaseException | None = None
@@ -188,7 +190,10 @@ class WatchedProcess:
     def _attach_at_step(self, optimizer: Optimizer, steps: int) -> None:
         """Attach before the next step of an optimizer, which has made some ``steps``."""
         self._waiting.discard(optimizer)
-        modules = [] if is_attached(optimizer) else modules_over(parameters_of(optimizer))
+        if is_attached(optimizer):
+            self._leave_to_script()
+            return
+        modules = modules_over(parameters_of(optimizer))
         if modules:
             self._end_replaced_by(optimizer)
             scope = self._attach(modules[0] if len(modules) == 1 else nn.ModuleList(modules), [optimizer])
@@ -235,8 +240,7 @@ class WatchedProcess:
             with preserved_streams():
                 scope = self._attached(target, optimizers)
         except Exception as error:
-            self._end_refused(error)
-            sys.stderr.write(f"loopscope watch: {error} This training continues without loopscope.\n")
+            self._refused(error)
             return None
         assert isinstance(scope, Scope)
         sharing = [one for item in optimizers for one in self._sharing(item)]
@@ -280,12 +284,16 @@ class WatchedProcess:
         if getattr(trainer, "_loopscope_is_watched", False):
             return
         trainer._loopscope_is_watched = True
+        if any(map(_is_of_loopscope, getattr(trainer, "callback_handler", trainer).callbacks)):
+            self._leave_to_script()
+            return
         try:
             with preserved_streams():
-                self._began(attach(trainer, **self._arguments(), isolate_evaluation=False))
+                scope = attach(trainer, **self._arguments(), isolate_evaluation=False)
         except Exception as error:
-            self._end_refused(error)
-            raise
+            self._refused(error)
+            return
+        self._began(scope)
 
     def _attached(self, target: nn.Module, optimizers: list[Optimizer]) -> AttachedScope:
         """Attach to a training; in ``loopscope check`` to each rank alone if the model does not show the ranks."""
@@ -318,19 +326,29 @@ class WatchedProcess:
         """Whether the next training is the one for whose sake the command is run again."""
         return self._again.get("training") == self._begun + 1
 
-    def _end_refused(self, error: Exception) -> None:
-        """End a command that is run again for the sake of a training to which loopscope cannot attach."""
+    def _refused(self, error: Exception) -> None:
+        """Report a training to which loopscope cannot attach, and end a command that is run again for its sake."""
         if self._is_repeated:
             Path(self._again["refusal"]).write_text(str(error), "utf-8")
             raise SystemExit(2) from error
+        reason = str(error) if isinstance(error, LoopscopeError) else f"{with_lines(error)}."
+        self._report_unwatched(f"{reason} This training continues without loopscope.")
+
+    def _leave_to_script(self) -> None:
+        """Report once that the script attaches loopscope itself, unless other trainings are attached here."""
+        if not self._begun and not self._is_left:
+            self._is_left = True
+            self._report_unwatched("the script attaches loopscope itself, so watch adds no record.")
+
+    def _report_unwatched(self, sentence: str) -> None:
+        sys.stderr.write(f"loopscope watch: {sentence}\n")
+        _note_training("\n")
 
     def _began(self, scope: AttachedScope, created: float = 0) -> None:
         scope.note_origin({"watch": self._origin | {"training": self._begun + 1}})
         self._scopes[scope] = (created if created == inf else self._begun), get_ident()
         self._begun += 1
-        if STARTED in os.environ:
-            with open(os.environ[STARTED], "a", encoding="utf-8") as file:
-                file.write(f"{os.getpid()}\n")
+        _note_training(f"{os.getpid()}\n")
 
     def report(self, numbers: Mapping[str, Any]) -> None:
         """Record numbers that the script gives to its logger, unless a hook or a sink of loopscope does."""
@@ -341,6 +359,18 @@ class WatchedProcess:
     def _status(self) -> tuple[str, BaseException | None]:
         """Return the status of the trainings at the end of the process, and the error that has ended it, if any."""
         return status_of_script(self._error), self._error
+
+
+def _is_of_loopscope(callback: Any) -> bool:
+    """Return whether a callback of a Trainer is ``loopscope.Callback``, or one that ``loopscope.attach`` has added."""
+    return any(kind.__module__.startswith("loopscope.") for kind in type(callback).__mro__)
+
+
+def _note_training(line: str) -> None:
+    """Note that a training was seen, with the number of the process if it has a record."""
+    if STARTED in os.environ:
+        with open(os.environ[STARTED], "a", encoding="utf-8") as file:
+            file.write(line)
 
 
 _PROCESS: list[WatchedProcess] = []

@@ -51,9 +51,8 @@ def _watched() -> Any:
 def _give_up(error: BaseException) -> None:
     if not _GIVEN_UP:
         _GIVEN_UP.append(True)
-        sys.stderr.write(
-            f"loopscope watch: {type(error).__name__}: {error}. The training continues without loopscope.\n"
-        )
+        reason = f"{type(error).__name__}: {str(error).rstrip('.')}"
+        sys.stderr.write(f"loopscope watch: {reason}. The training continues without loopscope.\n")
 
 
 def _tell(name: str, *inputs: Any) -> None:

@@ -309,3 +309,28 @@ Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:8]).train()
     assert "only calls optimizer.step()" not in watched.stderr
     (record,) = tmp_path.rglob("summary.json")
     assert json.loads(record.read_text())["steps"] == 8
+
+
+ATTACHING = """
+import loopscope, sys, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with loopscope.attach(model, optimizer, with_hooks="minimal", out="mine", display="none"):
+    for step in range(3):
+        nn.functional.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_scripts_that_attach_keep_their_record(tmp_path: Path) -> None:
+    """The command leaves the training to the script, and reports it; verify names the cause, too."""
+    watched = run(tmp_path, sys.executable, script(tmp_path, text=ATTACHING))
+    assert watched.stderr == "loopscope watch: the script attaches loopscope itself, so watch adds no record.\n"
+    assert (tmp_path / "mine/summary.json").exists()
+    assert not (tmp_path / "loopscope-runs").exists()
+    verified = subprocess.run([sys.executable, "-m", "loopscope", "verify", "mine"], cwd=tmp_path, capture_output=True)
+    assert verified.returncode == 2
+    assert b"recorded by a call of loopscope in its script" in verified.stderr

@@ -136,7 +136,7 @@ def with_other_script(record: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("edit", "sentence"),
     [
-        (without_command, "was not recorded by loopscope watch, so its command is not known"),
+        (without_command, "not by loopscope watch, so its command is not known"),
         (with_other_script, "has changed since, so that none of its steps can be repeated; restore the file."),
     ],
 )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import loopscope
 import pytest
 import torch
 from loopscope.integrations import attached_loop
@@ -205,3 +206,22 @@ def test_compiled_model_leaves_no_warning_of_hooks(watched: Watched) -> None:
             step(model, optimizer)
     assert [str(item.message) for item in found if "global hooks" in str(item.message)] == []
     assert watched.steps() == [3]
+
+
+@pytest.mark.trainer
+def test_trainers_with_a_callback_are_left(
+    watched: Watched, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Trainer that has loopscope.Callback keeps its options, and a Trainer that is refused leaves the next one."""
+    trainer_class = pytest.importorskip("lightning.pytorch").Trainer
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    own = trainer_class(callbacks=[loopscope.Callback(with_hooks="minimal")], **options)
+    callbacks = [*own.callbacks]
+    watched.process.attach_to(own)
+    assert own.callbacks == callbacks
+    assert capsys.readouterr().err.count("the script attaches loopscope itself, so watch adds no record.") == 1
+    watched.process.attach_to(trainer_class(barebones=True))
+    assert "allows no callbacks; omit it to attach hooks. This training continues" in capsys.readouterr().err
+    following = trainer_class(**options, default_root_dir=tmp_path)
+    watched.process.attach_to(following)
+    assert len(following.callbacks) > len(trainer_class(**options).callbacks)
