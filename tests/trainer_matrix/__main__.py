@@ -13,9 +13,12 @@ import torch
 from docs.dates import today
 from tests.trainer_matrix.outcome import Outcome, outcome
 from tests.trainer_matrix.table import ROWS
+from tests.trainer_matrix.watched import watched_outcomes
 
 DATA = Path(__file__).parents[2] / "docs" / "data" / "trainer-matrix.txt"
+WATCHED = DATA.with_name("watched-trainings.txt")
 HEAD = "| configuration | versions | steps | hooks | result |\n|---|---|---|---|---|\n"
+WATCHED_HEAD = "| configuration | steps | recorded up to | hooks | result |\n|---|---|---|---|---|\n"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,21 +28,24 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of rows that train at the same time")
     parser.add_argument("--list", action="store_true", help="print the names of the rows and end")
     parser.add_argument("--write", action="store_true", help="write the table of all rows to docs/data")
+    parser.add_argument("--watch", action="store_true", help="train scripts alone and under loopscope watch")
     chosen = parser.parse_args(arguments)
     rows = [row for name, row in ROWS.items() if not chosen.only or any(text in f"{name}:" for text in chosen.only)]
     if chosen.list:
         write("\n".join(row.name for row in rows) + "\n")
         return 0
+    head, data, line_of = (WATCHED_HEAD, WATCHED, watched_line) if chosen.watch else (HEAD, DATA, line)
     outcomes = []
-    write(HEAD)
+    write(head)
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        for result in pool.map(outcome, rows):
+        rows = [row for row in rows if not (chosen.watch and row.control)]
+        for result in watched_outcomes(rows, chosen.jobs) if chosen.watch else pool.map(outcome, rows):
             outcomes.append(result)
-            write(line(result))
+            write(line_of(result))
     write(f"\n{summary(outcomes)}\n")
     if chosen.write:
-        table = HEAD + "".join(map(line, outcomes))
-        DATA.write_text(f"Trained on {today()}.\n\n{summary(outcomes)}\n\n{table}", encoding="utf-8")
+        table = head + "".join(map(line_of, outcomes))
+        data.write_text(f"Trained on {today()}.\n\n{summary(outcomes)}\n\n{table}", encoding="utf-8")
         write("`make docs` renews the summary of the page, by the packages of the site.\n")
     return int(not all(result.is_accepted for result in outcomes))
 
@@ -49,6 +55,13 @@ def line(result: Outcome) -> str:
     row, text = result.row, result.sentence.replace("|", "\\|")
     name = row.name if row.ranks == 1 else f"{row.name}, {row.ranks} ranks"
     return f"| {name} | {row.versions or 'torch only'} | {result.steps or ''} | {result.hooks or ''} | {text} |\n"
+
+
+def watched_line(result: Outcome) -> str:
+    """Return the line of the table for an outcome under ``loopscope watch``."""
+    row, text = result.row, result.sentence.replace("|", "\\|")
+    name = row.name if row.ranks == 1 else f"{row.name}, {row.ranks} ranks"
+    return f"| {name} | {result.steps or ''} | {result.recorded or ''} | {result.hooks or ''} | {text} |\n"
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:

@@ -67,12 +67,10 @@ class PlainScope:
 
 
 class AttachNothing:
-    """Stands for ``loopscope.attach`` in a bare training."""
+    """Stands for ``loopscope.attach`` in a bare training, which evaluates only if it ``evaluates``."""
 
-    is_bare = True
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, *, evaluates: bool = False) -> None:
+        self._recorder, self.is_bare = recorder, not evaluates
 
     def __call__(self, target: Any, optimizer: Any = None, **options: Any) -> Any:
         """Return a scope that only makes the plain calls."""

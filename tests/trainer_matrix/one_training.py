@@ -16,10 +16,11 @@ from tests.trainer_matrix.digests import Recorder
 from tests.trainer_matrix.table import ROWS
 
 
-def run(name: str, folder: Path, hooks: bool, options: dict[str, str], place: dict[str, str]) -> None:
+def run(name: str, folder: Path, form: str, options: dict[str, str], place: dict[str, str]) -> None:
     """Train in ``folder``, and write the digests of every step, the hooks that reported, and the error, if any.
 
-    ``options`` are further arguments of ``loopscope.attach``, ``place`` has the environment variables of a rank.
+    The ``form`` is ``hooks``, ``bare``, or ``script``, which is a bare training that evaluates. ``options`` are further
+    arguments of ``loopscope.attach``, ``place`` has the environment variables of a rank.
     """
     os.environ.update(place)
     os.chdir(folder)
@@ -31,7 +32,9 @@ def run(name: str, folder: Path, hooks: bool, options: dict[str, str], place: di
     np.random.seed(0)
     torch.manual_seed(0)
     recorder, error = Recorder(), None
-    attach: Any = AttachHooks(recorder, folder, **options) if hooks else AttachNothing(recorder)
+    attach: Any = AttachNothing(recorder, evaluates=form == "script")
+    if form == "hooks":
+        attach = AttachHooks(recorder, folder, **options)
     try:
         ROWS[name].train(attach)
         recorder.finish()
@@ -39,7 +42,7 @@ def run(name: str, folder: Path, hooks: bool, options: dict[str, str], place: di
         traceback.print_exc()
         error = raised
     result = {"steps": recorder.steps, "error": describe(error), "is_refused": is_refused(error)}
-    result["hooks"] = sorted(reporting_hooks(folder)) if hooks else []
+    result["hooks"] = sorted(reporting_hooks(folder)) if form == "hooks" else []
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     if place:
         # Without the interpreter's shutdown, in which gloo's threads occasionally wait forever, with hooks or without.
@@ -62,8 +65,11 @@ def is_refused(error: BaseException | None) -> bool:
 
 def reporting_hooks(folder: Path) -> set[str]:
     """Return the names of the hooks whose metrics are in a record."""
-    names = set()
-    for record in folder.glob("run_*/run_*.jsonl"):
-        for line in record.read_text(encoding="utf-8").splitlines():
-            names |= {key.split("/")[0] for key in json.loads(line) if "/" in key}
-    return names
+    return {key.split("/")[0] for line in lines_of_records(folder) for key in line if "/" in key}
+
+
+def lines_of_records(folder: Path) -> list[dict[str, Any]]:
+    """Return the metrics of all records below a folder."""
+    folders = [path.parent for path in folder.rglob("experiment_config.json")]
+    records = [path for run in folders for path in run.glob("*.jsonl") if path.stem not in ("alerts", "digests")]
+    return [json.loads(line) for record in records for line in record.read_text(encoding="utf-8").splitlines()]

@@ -37,6 +37,8 @@ class Outcome:
     text: str = ""
     steps: int = 0
     hooks: int = 0
+    recorded: int = 0
+    """The newest step of the records, under ``loopscope watch``."""
 
     @property
     def is_accepted(self) -> bool:
@@ -58,25 +60,25 @@ def outcome(row: Row) -> Outcome:
     if row.absent:
         return Outcome(row, "not installed", ", ".join(row.absent))
     with TemporaryDirectory() as folder:
-        bare = trainings(row, Path(folder, "bare"), hooks=False)
+        bare = trainings(row, Path(folder, "bare"), "bare")
         if errors := [result["error"] for result in bare if result["error"]]:
             return Outcome(row, "fails", f"without hooks: {errors[0]}")
-        hooked = trainings(row, Path(folder, "hooks"), hooks=True, on_hook_error="raise")
+        hooked = trainings(row, Path(folder, "hooks"), "hooks", on_hook_error="raise")
         failures = [result["error"] for result in hooked if result["error"].startswith("HookError")]
         if not failures:
             return compared(row, bare, hooked)
-        rest = compared(row, bare, trainings(row, Path(folder, "skip"), hooks=True, on_hook_error="skip"))
+        rest = compared(row, bare, trainings(row, Path(folder, "skip"), "hooks", on_hook_error="skip"))
         return replace(rest, kind="hook fails", text=f"{failures[0]} Without it: {rest.sentence}")
 
 
-def trainings(row: Row, folder: Path, *, hooks: bool, **options: str) -> list[dict[str, Any]]:
+def trainings(row: Row, folder: Path, form: str, **options: str) -> list[dict[str, Any]]:
     """Train a row in one process for each rank, and return their results."""
     port, processes = free_port() if row.ranks > 1 else 0, []
     for rank in range(row.ranks):
         own = folder / str(rank)
         own.mkdir(parents=True)
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(row.ranks), "MASTER_PORT": str(port)}
-        inputs = (row.name, own, hooks, options, place | {"MASTER_ADDR": "127.0.0.1"} if row.ranks > 1 else {})
+        inputs = (row.name, own, form, options, place | {"MASTER_ADDR": "127.0.0.1"} if row.ranks > 1 else {})
         processes.append(server().Process(target=run, args=inputs))
     for process in processes:
         process.start()
