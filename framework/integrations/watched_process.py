@@ -11,6 +11,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from math import inf
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -369,7 +370,8 @@ def _is_of_loopscope(callback: Any) -> bool:
 def _note_training(line: str) -> None:
     """Note that a training was seen, with the number of the process if it has a record."""
     if STARTED in os.environ:
-        with open(os.environ[STARTED], "a", encoding="utf-8") as file:
+        # The file belongs to the user who has started the command.
+        with suppress(OSError), open(os.environ[STARTED], "a", encoding="utf-8") as file:
             file.write(line)
 
 

@@ -225,3 +225,16 @@ def test_trainers_with_a_callback_are_left(
     following = trainer_class(**options, default_root_dir=tmp_path)
     watched.process.attach_to(following)
     assert len(following.callbacks) > len(trainer_class(**options).callbacks)
+
+
+def test_unwritable_notes_leave_the_record(watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of ``loopscope watch`` may belong to another user, as of a command that changes its user."""
+    monkeypatch.setenv("LOOPSCOPE_WATCH_STARTED", str(tmp_path / "missing" / "file"))
+    model = nn.Linear(4, 1)
+    optimizer = watched.new(torch.optim.SGD, model)
+    for _ in range(3):
+        step(model, optimizer)
+    following = nn.Linear(4, 1)
+    optimizer = watched.new(torch.optim.SGD, following)
+    step(following, optimizer)
+    assert watched.steps() == [3, 1]
