@@ -102,7 +102,11 @@ def trainers() -> list[str]:
     text = measured("trainer-matrix")
     kinds = Counter(row["configuration"].partition(": ")[0] for row in rows(text))
     named = ", ".join(f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.items() if kind != "Control")
-    return [*text.partition("\n|")[0].rstrip().splitlines(), "", f"Trained, with the number of rows: {named}."]
+    lines = [*text.partition("\n|")[0].rstrip().splitlines(), "", f"Trained, with the number of rows: {named}."]
+    watched = measured("watched-trainings")
+    columns = ("configuration", "steps", "recorded up to", "hooks", "result")
+    shown = [[row[column] for column in columns] for row in rows(watched)]
+    return [*lines, "", "Under `loopscope watch`: " + watched.partition("\n|")[0].strip(), "", *table(columns, shown)]
 
 
 def real_models() -> list[str]:
