@@ -42,9 +42,11 @@ from tests.benchmarks.sink_cost import file_sinks
 from tests.benchmarks.smoothing_cost import fires, smoothing
 from tests.benchmarks.tied_cost import hooks_on_the_tied_matrix, loop_without_hooks, start
 from tests.benchmarks.tied_memory import extra_memory
+from tests.benchmarks.whole_runs import whole_runs
 
 DATA = Path(__file__).parents[2] / "docs" / "data" / "benchmarks.txt"
 BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Shown]]]]] = {
+    "whole": ("What it costs you", (whole_runs,)),
     "others": ("Side by side", (side_by_side, as_they_do_them, watch)),
     "loop": ("The loop", (loop_cost,)),
     "attach": ("Custom training loops and trainers", (bare_attach, trainers)),
