@@ -470,14 +470,14 @@ class RatioAlwaysOne(Detector):
 
 
 def _start_of_streak(is_met: "np.typing.NDArray[np.bool_]") -> int:
-    """Return the first index from which on a condition is met in most of the points up to the end.
+    """Return the first index from which on a condition is met in at least half of the points up to the end.
 
-    >>> _start_of_streak(np.array([True, False, False, True, True, False, True]))
-    3
+    >>> _start_of_streak(np.array([True, False, False, False, True, True, False, True]))
+    4
     """
     later = np.cumsum(is_met[::-1])[::-1] / np.arange(len(is_met), 0, -1)
-    indices = np.flatnonzero(is_met & (later > 0.5))
-    streaks = [index for index in indices if np.all(later[index:] > 0.5)]
+    indices = np.flatnonzero(is_met)
+    streaks = [index for index in indices if np.all(later[index:] >= 0.5)]
     return int(streaks[0]) if streaks else len(is_met) - 1
 
 
