@@ -23,7 +23,7 @@ QUICK_LIMIT := $(if $(CI),2,1)
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
-		--with-hooks observers --hook-csv --overwrite
+		--jobs 2 --with-hooks observers --hook-csv --overwrite
 	$(BIN)/loopscope report output/mod_arithmetic/stride output/mod_arithmetic/target \
 		--out output/mod_arithmetic/report.html --overwrite
 
