@@ -44,8 +44,8 @@ def check_parser() -> argparse.ArgumentParser:
         "--batches",
         metavar="N",
         type=positive_count,
-        default=2,
-        help="batches on which they are tried: steps 1, 5, 9, … (2)",
+        default=3,
+        help="batches on which they are tried: steps 1, 5, 9, … (3)",
     )
     add("--continue", dest="continues", action="store_true", help="let the command continue after the check")
     add("--json", action="store_true", help="write one JSON object of at most 4 kB")

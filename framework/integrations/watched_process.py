@@ -194,12 +194,28 @@ class WatchedProcess:
         if is_attached(optimizer):
             self._leave_to_script()
             return
+        if ALONE in os.environ and all(item.grad is None for item in parameters_of(optimizer)):
+            self._check_lost(optimizer)
         modules = modules_over(parameters_of(optimizer))
         if modules:
             self._end_replaced_by(optimizer)
             scope = self._attach(modules[0] if len(modules) == 1 else nn.ModuleList(modules), [optimizer])
             if scope is not None:
                 scope.begin_after(steps)
+
+    def _check_lost(self, optimizer: Optimizer) -> None:
+        """End ``loopscope check`` if modules that no optimizer trains get the gradients of the training.
+
+        Raises:
+            SystemExit: unless the command continues after the check.
+        """
+        from ..laws.lost_optimizer import report_lost_optimizer
+
+        with_gradients = [item for one in self._unrelated for item in one.parameters() if item.grad is not None]
+        modules = modules_over(with_gradients) if with_gradients else []
+        options = self._options.get("hook_options", {}).get("laws", {})
+        if report_lost_optimizer(modules, options, self._options["out"]) and not options.get("continues"):
+            raise SystemExit(0)
 
     def _sharing(self, optimizer: Optimizer) -> list[Scope]:
         """Return the open trainings of other optimizers over some of the parameters."""

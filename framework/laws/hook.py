@@ -1,6 +1,7 @@
 """The hook that tries the laws of every training at its first steps; registered when it is asked for by name."""
 
 import json
+import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ FILE = "laws.json"
 NEVER = 10**9
 EVALUATION = "evaluation_changes_nothing"
 LEARNS = "every_parameter_learns"
+ADD_UP = "micro_batches_add_up"
+NEAR = 1e-6
 LEAST_UPDATES = 4
 """Updates after which parameters that none has changed are reported."""
 MOST_UPDATES = 50
@@ -84,6 +87,7 @@ class Laws(DebugInterventionHook):
         self._moved: set[str] = set()
         self._trainable: set[str] = set()
         self._updates, self._is_judged = 0, False
+        self._is_short_group_known = False
         self._end: float | None = None
         """The time at which the wait for an evaluation ends."""
 
@@ -110,6 +114,7 @@ class Laws(DebugInterventionHook):
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Try every law."""
+        self._recording.leave()  # the loop may receive the use of gradients before the recording does
         steps = self._recording.steps
         for step in steps:
             step.verify()
@@ -117,6 +122,7 @@ class Laws(DebugInterventionHook):
         trial = Trial(
             steps, model_ctx.model, optimizers, model_ctx.branch, self._streams, run_ctx.step, self._constants
         )
+        trial.clipping = self._watch.clipping
         for name in self._check.try_at(trial):
             self._tried += 1
             self._write(f"step {run_ctx.step}: {name.replace('_', ' ')}")
@@ -135,6 +141,7 @@ class Laws(DebugInterventionHook):
         """Note which parameters learn at other steps, such as experts without tokens in a batch."""
         self._moved.update(moved)
         self._updates += 1
+        self._judge_groups()
         self._trainable = {name for name, item in model.named_parameters() if item.requires_grad}
         if self._end is not None and self._idle and self._waits:
             learning = {name for name, item in model.named_parameters() if item.grad is not None and item.grad.any()}
@@ -146,6 +153,19 @@ class Laws(DebugInterventionHook):
             self._judge_updates()
             self._write("end")
             self._watch.stop()
+
+    def _judge_groups(self) -> None:
+        """Add a group of fewer micro-batches than usual, such as the last one of an epoch, with the usual divisor."""
+        counts = self._watch.counts
+        if not counts or self._is_short_group_known or not {"lightning", "pytorch_lightning"}.isdisjoint(sys.modules):
+            return  # Lightning divides the last group of an epoch by the number of the others
+        usual = max(count for count, _ in counts)
+        number, factors = counts[-1]
+        others = [item for count, item in counts if count == usual]
+        if 1 <= number < usual and all(any(abs(usual * one - 1) < NEAR for one in item) for item in (factors, *others)):
+            self._is_short_group_known = True
+            sentence = f"an update of {number} micro-batches divides their losses by {usual}, the usual number"
+            self._check.add(ADD_UP, self._updates, broken(sentence))
 
     def _judge_updates(self) -> None:
         """Add parameters that no update of the training has changed, to those that its gradients show."""

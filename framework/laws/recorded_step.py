@@ -19,6 +19,12 @@ from .values import assembled, dismantled, leaves_by_name, tensors_within
 
 NUMBERS = {"item", "tolist", "numpy", "__float__", "__int__", "__index__", "__array__"}
 """Functions that turn values of the step into numbers of Python, which a replay does not compute again."""
+RANDOM = {"bernoulli", "dropout", "multinomial", "normal", "poisson", "rand_like", "randint_like", "randn_like"}
+"""Functions that draw numbers: a replay uses those that the step has drawn."""
+BLANK = {"zeros_like", "empty_like", "new_zeros", "new_empty"}
+"""Functions that make tensors which a function that is not recorded, such as a collective, may fill."""
+MOST_DERIVED = 1000
+"""Calls on data that are recorded in a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +41,58 @@ class Value:
     index: int
 
 
+@dataclass(frozen=True)
+class Derived:
+    """A tensor that the script computes between pass and loss from constants alone: its number."""
+
+    index: int
+
+
 @dataclass
 class RecordedCall:
     """A call of a function of torch, or a pass of a module, with constants and values in place of tensors."""
 
     function: Callable[..., Any]
     arguments: Any
-    results: tuple[Value, ...]
+    results: tuple[Value, ...] | tuple[Derived, ...]
     """The values of the tensors in its result, in the order of :func:`.tensors_within`."""
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     has_gradients: bool
     is_pass: bool = False
+    writes: bool = False
+    """Whether the call changes one of its arguments."""
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return str(getattr(self.function, "__name__", ""))
+
+    def run(
+        self,
+        resolved: Callable[[Any], Any],
+        function: Callable[..., Any],
+        *,
+        autocast: bool,
+        observe: Callable[..., None] | None = None,
+    ) -> list[Tensor]:
+        """Call the function again, and return the tensors in its result.
+
+        Constants that it changes are copied, since the script and later replays use them.
+        """
+
+        def copied(item: Any) -> Any:
+            value = resolved(item)
+            return value.clone() if isinstance(item, Constant) and not isinstance(value, nn.Parameter) else value
+
+        arguments, options = assembled(self.arguments, copied if self.writes else resolved)
+        if observe is not None:
+            observe(self, arguments, options)
+        with self.settings(autocast=autocast):
+            result = function(*arguments, **options)
+        found = tensors_within(arguments[0] if self.name == "__setitem__" else result)
+        if len(found) < len(self.results):
+            raise RuntimeError("a call returned fewer tensors in the replay")
+        return found
 
     @contextmanager
     def settings(self, *, autocast: bool = True) -> Iterator[None]:
@@ -91,6 +138,12 @@ class RecordedStep:
     """Whether it has done so before a call with a float, which may have been computed from that number."""
     problem: str = ""
     """Why the step cannot be replayed."""
+    derivations: list[RecordedCall] = field(default_factory=list)
+    """Calls that compute constants of the loss from other constants, such as class weights from targets."""
+    origins: dict[int, Derived] = field(default_factory=dict)
+    """The results of derivations that are constants of calls, by the index of the constant."""
+    factors: tuple[float, ...] = ()
+    """The numbers by which the loss was multiplied last, such as 1 / 4 for ``loss / 4``; outermost first."""
 
     @property
     def passes(self) -> list[RecordedCall]:
@@ -104,6 +157,11 @@ class RecordedStep:
     def constants_of_calls(self) -> set[int]:
         """Return the indices of the constants that are arguments of calls after the passes."""
         return self._constants_of([call for call in self.calls if not call.is_pass])
+
+    def targets_are_inputs(self) -> bool:
+        """Return whether a call after the passes gets one of the inputs, such as the loss of an autoencoder."""
+        inputs = {id(self.constants[index]) for index in self.constants_of_passes()}
+        return any(id(self.constants[index]) in inputs for index in self.constants_of_calls())
 
     def direct_inputs(self) -> set[int]:
         """Return the indices of the constants that are arguments of passes themselves, not within containers."""
@@ -127,6 +185,8 @@ class RecordedStep:
         modules: Mapping[nn.Module, nn.Module] | None = None,
         autocast: bool = True,
         needs_loss: bool = True,
+        derive: bool = False,
+        observe: Callable[..., None] | None = None,
     ) -> Replay:
         """Repeat the step, and return its outputs and its loss with their graph.
 
@@ -136,8 +196,12 @@ class RecordedStep:
             modules: modules in place of those of the passes.
             autocast: ``False`` computes everything in the precision of the parameters.
             needs_loss: ``False`` ends after the last pass.
+            derive: compute derived constants again from the given ones.
+            observe: receives each call before it is repeated, with its arguments and options.
         """
         known = dict(enumerate(self.constants)) | dict(constants or {})
+        if derive:
+            known |= self._derived(known)
         values: dict[Value, Tensor] = {key: item.clone() for key, item in (outputs or {}).items()}
         seen: list[Tensor] = []
         remaining = len(self.passes)
@@ -152,21 +216,39 @@ class RecordedStep:
                 continue
             if not needs_loss and not remaining:
                 break
-            arguments, options = assembled(call.arguments, resolved)
             function = call.function
             if modules and isinstance(function, nn.Module):
                 function = modules.get(function, function)
-            with call.settings(autocast=autocast):
-                result = function(*arguments, **options)
-            found = tensors_within(result)
-            if len(found) < len(call.results):
-                raise RuntimeError("a call returned fewer tensors in the replay")
+            found = call.run(resolved, function, autocast=autocast, observe=observe)
             values.update(zip(call.results, found, strict=False))
             if call.is_pass:
                 remaining -= 1
                 seen += found
         loss = values.get(self.loss) if self.loss is not None else None
         return Replay(seen, loss if loss is not None else torch.tensor(float("nan")))
+
+    def _derived(self, known: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return the derived constants, computed from others."""
+        results: dict[Derived, Tensor] = {}
+
+        def resolved(item: Any) -> Any:
+            if isinstance(item, Constant):
+                return known[item.index]
+            return results[item] if isinstance(item, Derived) else item
+
+        for call in self.derivations:
+            results.update(zip(call.results, call.run(resolved, call.function, autocast=True), strict=False))
+        return {index: results[item] for index, item in self.origins.items()}
+
+    def forget_unused(self) -> None:
+        """Drop the derivations on which no constant of a call depends."""
+        needed: set[Any] = set(self.origins.values())
+        kept = []
+        for call in reversed(self.derivations):
+            if needed & set(call.results):
+                needed |= {item for item in _items(call.arguments) if isinstance(item, Derived)}
+                kept.append(call)
+        self.derivations = kept[::-1]
 
     def verify(self) -> None:
         """Note a problem unless a replay of the calls from the recorded outputs computes the same bits."""
@@ -202,8 +284,14 @@ class StepRecorder(TorchFunctionMode):
         self._step: RecordedStep | None = None
         self._values: dict[int, Value] = {}
         self._constants: dict[int, Constant] = {}
+        self._inputs: dict[int, Constant] = {}
+        self._blank: set[int] = set()
+        """Values that were blank, and that no recorded call has filled."""
+        self._derived: dict[int, Derived] = {}
         self._kept: list[Any] = []
         self._count = 0
+        self.foreign_depth = 0
+        """The number of running passes of modules with parameters of their own, such as teachers."""
         self._depth = 0
         self._streams: Any = None
 
@@ -232,7 +320,7 @@ class StepRecorder(TorchFunctionMode):
             self._step = RecordedStep(streams=self._streams)
             self._enter()
         try:
-            arguments = self._recorded((inputs, dict(options)))
+            arguments = self._recorded((inputs, dict(options)), is_pass=True)
         except Exception as error:  # which must not reach the training
             self._step.problem = f"a pass cannot be recorded ({with_lines(error)})"
             return
@@ -250,12 +338,16 @@ class StepRecorder(TorchFunctionMode):
         root = roots[0] if len(roots) == 1 else None
         step.loss = None if root is None else self._values.get(id(root))
         step.loss_value = None if root is None else _copy(root)
+        step.factors = () if root is None else factors_of(root)
+        step.forget_unused()
         self.steps.append(step)
         self._forget()
 
     def _forget(self) -> None:
         self._step = None
-        self._values, self._constants, self._kept = {}, {}, []
+        self._values, self._constants, self._inputs, self._derived, self._kept = {}, {}, {}, {}, []
+        self.foreign_depth = 0
+        self._blank = set()
 
     def stop(self) -> None:
         """Drop what was recorded, and stop being a function mode."""
@@ -265,6 +357,10 @@ class StepRecorder(TorchFunctionMode):
 
     def _enter(self) -> None:
         if self._is_innermost():
+            return
+        innermost: Any = torch.overrides._get_current_function_mode
+        if innermost() is self:  # a hook has left it within the isolation, which puts it back
+            self._is_entered = True
             return
         if torch._C._len_torch_function_stack():  # a mode below would be left in the wrong order
             assert self._step is not None
@@ -287,16 +383,51 @@ class StepRecorder(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch, and record it if it depends on outputs of the model."""
         options = kwargs or {}
-        if self._step is None or self._depth or not self._depends(args, options):
+        if self._step is None or self._depth:
             return func(*args, **options)
+        tensors = tensors_within((args, options))
         name = getattr(func, "__name__", "")
+        if not any(id(item) in self._values or item.requires_grad for item in tensors):
+            result = func(*args, **options)
+            if tensors and not self.foreign_depth:
+                self._derive(func, name, args, options, result)
+            return result
         arguments = self._noted(func, name, args, options)
+        versions = [item._version for item in tensors]
         result = func(*args, **options)
-        if arguments is not None and self._step is not None and (tensors_within(result) or name == "__setitem__"):
+        changed = args[0] if name == "__setitem__" else result
+        if arguments is not None and self._step is not None and tensors_within(changed):
+            writes = versions != [item._version for item in tensors]
+            results = self._results(changed)
             self._step.calls.append(
-                RecordedCall(func, arguments, self._results(result), _autocast(), torch.is_grad_enabled())
+                RecordedCall(func, arguments, results, _autocast(), torch.is_grad_enabled(), writes=writes)
             )
+            if name in BLANK:
+                self._blank.update(map(id, tensors_within(result)))
         return result
+
+    def _derive(self, func: Any, name: str, args: tuple[Any, ...], options: Mapping[str, Any], result: Any) -> None:
+        """Note a call on constants alone, such as one that computes the divisor of the loss."""
+        step = self._step
+        assert step is not None
+        found = tensors_within(result)
+        if _writes(name, options):  # which makes the derivation of this tensor invalid
+            for item in tensors_within(args[:1]):
+                self._derived.pop(id(item), None)
+            return
+        if not found or name in RANDOM or name in NUMBERS or len(step.derivations) >= MOST_DERIVED:
+            return
+        try:
+            arguments = self._recorded((args, dict(options)), is_derived=True)
+        except Exception:  # which must not reach the training; the result is a constant
+            return
+        results = []
+        for tensor in found:
+            item = self._derived[id(tensor)] = Derived(self._count)
+            self._count += 1
+            self._kept.append(tensor)
+            results.append(item)
+        step.derivations.append(RecordedCall(func, arguments, tuple(results), _autocast(), torch.is_grad_enabled()))
 
     def _noted(self, func: Any, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """Return the arguments of a call to record; ``None`` for one that only reads, or cannot be recorded."""
@@ -313,26 +444,46 @@ class StepRecorder(TorchFunctionMode):
         self._step.uses_numbers |= self._step.reads_numbers and has_float
         return arguments
 
-    def _depends(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-        return any(id(item) in self._values for item in tensors_within((args, options)))
+    def _recorded(
+        self, arguments: Any, *, copies: bool = False, is_pass: bool = False, is_derived: bool = False
+    ) -> Any:
+        """Return arguments with constants and values in place of tensors.
 
-    def _recorded(self, arguments: Any, *, copies: bool = False) -> Any:
+        Args:
+            arguments: the arguments of a call.
+            copies: copy constants, which the call changes.
+            is_pass: the arguments are inputs, whose constants no other calls have; a tensor that is given twice, as
+                input and as label, is two constants.
+            is_derived: results of derivations are no constants.
+        """
         step = self._step
         assert step is not None
+        given: set[int] = set()
+        constants = self._inputs if is_pass else self._constants
 
         def recorded(item: Any) -> Any:
             if not isinstance(item, Tensor):
                 return item
-            if id(item) in self._values:
-                return self._values[id(item)]
-            if id(item) not in self._constants or copies:
+            key = id(item)
+            if key in self._blank and bool((item != 0).any()):
+                del self._values[key]
+                self._blank.discard(key)
+            if key in self._values:
+                return self._values[key]
+            if is_derived and key in self._derived:
+                return self._derived[key]
+            is_repeated = is_pass and key in given
+            given.add(key)
+            if key not in constants or copies or is_repeated:
                 constant = Constant(len(step.constants))
                 step.constants.append(_copy(item) if copies else item)
-                if copies:
+                if key in self._derived:
+                    step.origins[constant.index] = self._derived[key]
+                if copies or is_repeated:
                     return constant
-                self._constants[id(item)] = constant
+                constants[key] = constant
                 self._kept.append(item)
-            return self._constants[id(item)]
+            return constants[key]
 
         return dismantled(arguments, recorded)
 
@@ -340,6 +491,7 @@ class StepRecorder(TorchFunctionMode):
         values = []
         for tensor in tensors_within(result):
             value = self._values[id(tensor)] = Value(self._count)
+            self._blank.discard(id(tensor))
             self._count += 1
             self._kept.append(tensor)
             values.append(value)
@@ -359,3 +511,21 @@ def _writes(name: str, options: Mapping[str, Any]) -> bool:
     """Return whether a function of this name changes one of its arguments."""
     is_method = name.endswith("_") and not name.endswith("__")
     return is_method or name.startswith("__i") or name == "__setitem__" or options.get("out") is not None
+
+
+def factors_of(root: Tensor) -> tuple[float, ...]:
+    """Return the numbers by which a scalar was multiplied or divided last, outermost first."""
+    factors: list[float] = []
+    node: Any = root.grad_fn
+    while node is not None and not root.ndim:
+        name = node.name()
+        if name not in ("DivBackward0", "MulBackward0"):
+            break
+        inputs = [item for item, _ in node.next_functions if item is not None]
+        numbers = [getattr(node, part, None) for part in ("_saved_self", "_saved_other")]
+        found = [item for item in numbers if isinstance(item, Tensor) and not item.ndim and not item.requires_grad]
+        if len(inputs) != 1 or len(found) != 1 or not (number := float(found[0])):
+            break
+        factors.append(1 / number if name == "DivBackward0" else number)
+        node = inputs[0]
+    return tuple(factors)

@@ -1,18 +1,26 @@
 """The first evaluation and the updates of a training, watched between the tries of laws."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import listed
 from ..isolation import VISITS
 from ..observing import PassiveListener, listen, stop_listening
+from ..observing.places import place
 from ..state import Transient
+from .recorded_step import factors_of
+from .values import tensors_within
+
+FEW = 3
+"""Updates that show how many backward passes an update usually has."""
 
 
 class _Moment(NamedTuple):
@@ -22,8 +30,22 @@ class _Moment(NamedTuple):
     """The modules in train mode."""
     changes: set[str]
     """The tensors that have changed since the newest update."""
-    has_gradients: bool
-    seed: int
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """The shapes of the inputs."""
+    is_for_inputs: bool = False
+    """Whether the pass is made in eval mode, or for the gradients of its inputs."""
+
+
+@dataclass
+class Update:
+    """The backward passes before an update of the weights."""
+
+    passes: list[_Moment] = field(default_factory=list)
+    """The starts of the passes before them."""
+    factors: tuple[float, ...] = ()
+    """The numbers by which the newest loss was multiplied last."""
+    adds_up: bool = False
+    """Whether the newest one has added to gradients."""
 
 
 class TrainingWatch(PassiveListener, Transient):
@@ -42,14 +64,27 @@ class TrainingWatch(PassiveListener, Transient):
         self._model = nn.Module()
         self._is_active: Callable[[], bool] = bool
         self._last: _Moment | None = None
-        """The start of the newest training pass."""
+        """The start of the newest training pass of the update before."""
         self._copies: dict[str, Tensor] = {}
         """The tensors of the model after the newest update."""
         self._usually_changed: set[str] = set()
         self._has_evaluated = False
-        self._usually_has_gradients = False
+        self._is_seeded = self._is_evaluated_with_seed = False
+        """Whether the seed was set since the newest update, and whether a pass of an evaluation followed."""
+        self._usually_adds_up = False
         self._newest: _Moment | None = None
         """The start of the newest pass with gradients."""
+        self._update = Update()
+        self.counts: list[tuple[int, tuple[float, ...]]] = []
+        """For each update the number of backward passes, and the factors of the loss."""
+        self.clipping: tuple[float, float] | None = None
+        """The norm of the gradients before they were clipped and at the newest update, if they are clipped."""
+        self._norm: float | None = None
+        self._seeding = (
+            place(torch, "manual_seed", self._observed_seed),
+            place(torch, "set_rng_state", self._observed_state),
+            place(torch.random, "set_rng_state", self._observed_state),
+        )
         self.is_decided = self._is_stopped = False
 
     @contextmanager
@@ -59,43 +94,108 @@ class TrainingWatch(PassiveListener, Transient):
         with VISITS:
             handles: list[Any] = [
                 register_module_forward_pre_hook(self._before_pass),
+                register_optimizer_step_pre_hook(self._before_update),
                 register_optimizer_step_post_hook(self._after_update),
             ]
             listen(self)
+            for function in self._seeding:
+                function.install()
         try:
             yield
         finally:
             stop_listening(self)
             with VISITS:
+                for function in self._seeding:
+                    function.remove()
                 for handle in handles:
                     handle.remove()
+
+    def _observed_seed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def manual_seed(*args: Any, **kwargs: Any) -> Any:
+            if self._is_watching():
+                self._is_seeded = True
+            return function(*args, **kwargs)
+
+        return manual_seed
+
+    def _observed_state(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def set_rng_state(*args: Any, **kwargs: Any) -> Any:
+            if self._is_watching():
+                self._is_seeded = self._is_evaluated_with_seed = False
+            return function(*args, **kwargs)
+
+        return set_rng_state
 
     def _before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if module is not self._model or not self._is_watching():
             return
         if torch.is_grad_enabled():
-            self._newest = _Moment(self._modes(), self._changes(), self._has_gradients(), torch.initial_seed())
+            tensors = tensors_within(inputs)
+            needs_gradients = any(item.requires_grad and item.is_leaf for item in tensors)
+            shapes = tuple(tuple(item.shape) for item in tensors)
+            self._newest = _Moment(self._modes(), self._changes(), shapes, needs_gradients or not module.training)
         if self._last is not None and not (torch.is_grad_enabled() and module.training):
             self._has_evaluated = True
+            self._is_evaluated_with_seed |= self._is_seeded
+
+    def on_gradients_used(self, gradients: Sequence[Tensor]) -> None:
+        """Note the norm of gradients before they are clipped."""
+        if self._norm is None and self._is_watching():
+            self._norm = _norm(gradients)
+
+    def _before_update(self, *_: Any) -> None:
+        if self._norm is not None and self._is_watching():
+            norm = _norm([item.grad for item in self._model.parameters() if item.grad is not None])
+            self.clipping, self._norm = (self._norm, norm), None
 
     def _after_update(self, *_: Any) -> None:
         if not self._is_watching():
             return
+        self._judge()
         self._on_update(self._model, self._changes())
         if not self._is_stopped:
             self._copies = {name: item.detach().clone() for name, item in self._tensors().items()}
 
     def before_backward(self, roots: Sequence[Tensor]) -> None:
-        """Compare the state at the start of the newest pass, which was one of the training."""
-        if self._newest is None or not self._is_watching():
+        """Note a backward pass, which belongs to the next update."""
+        if not self._is_watching() or (self._newest is None and self._last is not None):
             return
-        now, self._newest = self._newest, None
-        if self._last is not None and self._has_evaluated and self._copies and not self.is_decided:
+        update = self._update
+        update.passes.append(self._newest or _Moment(self._modes(), set()))  # the first one has no start
+        update.adds_up = self._has_gradients()
+        update.factors = factors_of(roots[0]) if len(roots) == 1 else ()
+        self._newest = None
+
+    def _judge(self) -> None:
+        """Compare the state at the start of the newest pass before an update with that of the update before."""
+        update, self._update = self._update, Update()
+        if not update.passes:
+            return
+        now, is_input_pass = update.passes[-1], self._adds_input_pass(update)
+        self.counts.append((len(update.passes), update.factors))
+        if self._last is not None and (self._has_evaluated or is_input_pass) and self._copies and not self.is_decided:
             self.is_decided = True
-            self._report(self._problems(self._last, now))
+            leaves_gradients = is_input_pass or (
+                update.adds_up and len(update.passes) == 1 and not self._usually_adds_up
+            )
+            self._report(self._problems(self._last, now, leaves_gradients=leaves_gradients))
         self._usually_changed |= now.changes
-        self._usually_has_gradients |= now.has_gradients
+        self._usually_adds_up |= update.adds_up
+        self._is_seeded = self._is_evaluated_with_seed = False
         self._last = now
+
+    def _adds_input_pass(self, update: Update) -> bool:
+        """Return whether a pass of an evaluation, or for the gradients of its inputs, has added to those of weights.
+
+        All updates before had one backward pass. One for the same rows, such as that of a penalty, is no evaluation.
+        """
+        earlier = [count for count, _ in self.counts]
+        if len(earlier) < FEW or max(earlier) > 1 or len(update.passes) < 2 or not update.adds_up:
+            return False
+        *others, last = update.passes
+        return any(one.is_for_inputs and one.shapes != last.shapes for one in others) and not last.is_for_inputs
 
     def stop(self) -> None:
         """Watch no longer, and free the copies."""
@@ -104,15 +204,15 @@ class TrainingWatch(PassiveListener, Transient):
     def _is_watching(self) -> bool:
         return not self._is_stopped and self._is_active()
 
-    def _problems(self, last: "_Moment", now: "_Moment") -> list[str]:
+    def _problems(self, last: "_Moment", now: "_Moment", *, leaves_gradients: bool) -> list[str]:
         """Return what an evaluation between two training passes has changed."""
         lost, changed = sorted(last.modes - now.modes), sorted(now.changes - self._usually_changed)
         problems = [f"an evaluation leaves {self._named(lost)} in eval mode"] if lost else []
         if changed:
             problems.append(f"an evaluation changes {listed(changed, 3)}")
-        if now.has_gradients and not self._usually_has_gradients:
+        if leaves_gradients:
             problems.append("an evaluation leaves gradients, to which the next step adds its own")
-        if now.seed != last.seed:
+        if self._is_evaluated_with_seed:
             problems.append("an evaluation sets the seed of the random numbers of the training")
         return problems
 
@@ -132,3 +232,8 @@ class TrainingWatch(PassiveListener, Transient):
     def _changes(self) -> set[str]:
         now = self._tensors() if self._copies else {}
         return {name for name, copy in self._copies.items() if name in now and not torch.equal(copy, now[name])}
+
+
+@torch.no_grad()
+def _norm(gradients: Iterable[Tensor]) -> float:
+    return float(torch.stack([item.detach().float().norm() for item in gradients] or [torch.zeros(())]).norm())

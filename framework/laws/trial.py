@@ -8,6 +8,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -62,6 +63,8 @@ class Trial:
         self.streams = streams
         self.steps, self.model, self.optimizers = list(steps), model, list(optimizers)
         self.branch, self.number, self._earlier = branch, number, earlier
+        self.clipping: tuple[float, float] | None = None
+        """The norm of the gradients of the step before, before and after it was clipped, if the loop clips."""
 
     @property
     def _precision(self) -> torch.dtype | None:
@@ -120,6 +123,26 @@ class Trial:
         return {
             index: layout.reordered(self.step.constants[index], kind, order) for index, kind in layout.layouts.items()
         }
+
+    def cropped(self, constants: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return constants without positions after the longest row, if one of the inputs has the rows' lengths."""
+        longest = [
+            (int(self.step.constants[index].max()), int(value.max()))
+            for index, value in constants.items()
+            if "len" in self.names.get(index, "") and value.ndim == 1 and not value.is_floating_point()
+        ]
+        if len(longest) != 1 or longest[0][0] <= longest[0][1]:
+            return dict(constants)
+        before, now = longest[0]
+        places = torch.arange(before)
+        every = dict(enumerate(self.step.constants)) | dict(constants)
+        cropped = {}
+        for index, value in every.items():
+            if value.ndim > 1 and value.shape[:2] == (self.rows, before):
+                cropped[index] = value[:, :now]
+            elif value.shape == places.shape and torch.equal(value.cpu(), places):
+                cropped[index] = value[:now]
+        return {**constants, **cropped}
 
     def inputs_with_rows(self, order: Tensor) -> dict[int, Tensor]:
         """Return the inputs alone with the rows in another order."""
@@ -190,6 +213,20 @@ class Trial:
                     for (name, parameter), gradient in pairs
                 }
             return result
+
+    @cached_property
+    def derivation(self) -> dict[str, bool]:
+        """Options of :meth:`evaluate` with which the constants that the loss derives from others are derived again.
+
+        None if that does not give the loss of the step.
+        """
+        if not self.step.derivations or self.step.problem:
+            return {}
+        try:
+            one, other = (self.evaluate(train=False, derive=derive).loss for derive in (False, True))
+        except Exception:  # of calls on data that the script has changed since
+            return {}
+        return {"derive": True} if torch.equal(one.nan_to_num(), other.nan_to_num()) else {}
 
     def output_gradient(self, constants: Mapping[int, Tensor] | None = None) -> Tensor | None:
         """Return the gradient of the loss with respect to the first output that it depends on, in eval mode."""
@@ -264,6 +301,14 @@ class Trial:
     def loss_noise(self, exact: Tensor) -> float:
         """Return the largest distance by which the smallest steps of all weights change the loss in eval mode."""
         return max(distance(self.evaluate(move=seed, train=False).loss, exact) for seed in range(MOVES))
+
+    @property
+    def compares_rows(self) -> bool:
+        """Whether a value of the loss has an entry for each pair of rows, also of several ranks or views."""
+        pairs = {(self.rows * by,) * 2 for by in (1, 2)}
+        if dist.is_available() and dist.is_initialized():
+            pairs.add((self.rows, self.rows * dist.get_world_size()))
+        return any(shape[-2:] in pairs for shape in self.step.shapes)
 
     def normalisations(self) -> list[nn.Module]:
         """Return the batch normalisations that use the statistics of the batch, by which rows depend on each other."""

@@ -17,6 +17,9 @@ from typing import Any
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _OPTIMIZERS = "torch.optim.optimizer"
 _GROUPS = "torch.distributed.distributed_c10d"
+_MODULES = "torch.nn.modules.module"
+_NOTES_ARGUMENTS = "LOOPSCOPE_WATCH_ALONE" in os.environ
+"""Set by ``loopscope check``, which constructs models again."""
 _TRAINERS = {
     "transformers.trainer": "train",
     "lightning.pytorch.trainer.trainer": "fit",
@@ -74,6 +77,8 @@ def _on_import(module: Any) -> None:
         if _SHIFT:
             _shift_generators(sys.modules["torch"], _SHIFT)
         _after(module.Optimizer, "__init__", lambda optimizer, *_: _tell("on_optimizer", optimizer))
+    elif name == _MODULES:
+        _note_arguments(module.Module)
     elif name == _GROUPS:
         _before(module, "destroy_process_group", lambda *_: _tell("on_group_end"))
     elif name in _TRAINERS:
@@ -123,6 +128,35 @@ def _before_training(owner: Any, name: str) -> None:
     setattr(owner, name, wrapper)
 
 
+def _note_arguments(base: Any) -> None:
+    """Note the arguments with which every module is constructed."""
+    from inspect import getargvalues
+    from weakref import WeakKeyDictionary
+
+    noted: Any = WeakKeyDictionary()
+    base._loopscope_arguments = noted
+    initialise = base.__init__
+
+    @functools.wraps(initialise)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        frame, outermost = sys._getframe(1), None
+        while frame is not None and frame.f_code.co_name == "__init__":
+            if next(iter(frame.f_locals.values()), None) is not self:
+                break
+            frame, outermost = frame.f_back, frame  # type: ignore[assignment]
+        function = type(self).__init__
+        if outermost is None or getattr(function, "__code__", None) is not outermost.f_code or self in noted:
+            return
+        names, rest, options, values = getargvalues(outermost)
+        count = outermost.f_code.co_argcount
+        inputs = [values[name] for name in names[1:count] if name in values]
+        named = {name: values[name] for name in names[count:] if name in values}
+        noted[self] = (*inputs, *values.get(rest or "", ())), {**named, **values.get(options or "", {})}
+
+    base.__init__ = __init__
+
+
 class _Loader:
     """A loader that runs a module as another one does, and then :func:`_on_import`."""
 
@@ -149,8 +183,10 @@ class _Finder:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         is_seeding = name in _SEEDING and _SHIFT
-        if name not in (_OPTIMIZERS, _GROUPS) and name not in _TRAINERS and name not in _REPORTS and not is_seeding:
-            return None
+        is_noted = name == _MODULES and _NOTES_ARGUMENTS
+        if name not in (_OPTIMIZERS, _GROUPS) and name not in _TRAINERS and name not in _REPORTS:
+            if not is_seeding and not is_noted:
+                return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue

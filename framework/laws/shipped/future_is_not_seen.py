@@ -32,10 +32,12 @@ class FutureIsNotSeen(Law):
         """Find the sequence, and the outputs that are scored with one of its positions; then compare."""
         found = next(filter(None, (_prediction(trial, index) for index in trial.inputs)), None)
         if found is None:
+            if name := sees_its_target(trial):
+                return broken(f"an output depends on the value of {name} with which it is compared")
             return not_checked("no input is a sequence whose next positions are the targets")
         tokens = trial.inputs[found.index]
         is_changed = False
-        for place in sorted({int(tokens.shape[1] * part) for part in PLACES}):
+        for place in _places(tokens):
             scored = found.scored_at(trial, place)
             later = tokens.clone()
             later[:, place + 1 :] = tokens.roll(1, 0)[:, place + 1 :].flip(1)
@@ -85,8 +87,9 @@ def _prediction(trial: Trial, index: int) -> _Prediction | None:
     tokens, count = trial.inputs[index], trial.rows
     if tokens.ndim != 2 or tokens.shape[1] < LEAST or len(tokens) != count or tokens.dtype is torch.bool:
         return None
-    for other, target in enumerate(trial.step.constants):
-        if other == index or target.numel() % count or target.dtype != tokens.dtype:
+    for other in sorted({*trial.step.constants_of_calls(), *trial.inputs} - {index}):
+        target = trial.step.constants[other]
+        if target.numel() % count or target.dtype != tokens.dtype:
             continue
         rows = target.reshape(count, -1)
         if rows.shape[1] == tokens.shape[1] and _are_equal(tokens[:, 1:], rows[:, :-1]):  # data[:, :-1], data[:, 1:]
@@ -115,3 +118,46 @@ def _is_earlier(trial: Trial, labels: _Prediction) -> bool:
         return False
     positions = scored.flatten(2).any(2).any(0) if scored.ndim > 2 else scored.any(0)
     return positions.nonzero().flatten().tolist() == [place]
+
+
+def _places(tokens: Tensor) -> list[int]:
+    """Return the positions at which a sequence is cut."""
+    return sorted({int(tokens.shape[1] * part) for part in PLACES})
+
+
+def sees_its_target(trial: Trial) -> str:
+    """Return the name of an input whose positions are the targets of outputs that see them, if there is one.
+
+    Only outputs that see no later position are judged, as of a decoder: an autoencoder sees its targets by design.
+    """
+    for index, tokens in trial.inputs.items():
+        is_sequence = tokens.ndim == 2 and tokens.shape[1] >= LEAST and len(tokens) == trial.rows
+        if not is_sequence or tokens.is_floating_point() or tokens.dtype is torch.bool:
+            continue
+        for other in sorted(trial.step.constants_of_calls()):
+            target = trial.step.constants[other]
+            is_own = target.numel() == tokens.numel() and target.dtype == tokens.dtype
+            if is_own and _are_equal(tokens, target.reshape(tokens.shape)):
+                if all(_sees_only_earlier(trial, _Prediction(index, other, 0), place) for place in _places(tokens)):
+                    return trial.names.get(index, "") or f"input {index}"
+    return ""
+
+
+def _sees_only_earlier(trial: Trial, own: _Prediction, place: int) -> bool:
+    """Return whether outputs that are scored with a position depend on it, and on none after it."""
+    tokens, scored = trial.inputs[own.index], own.scored_at(trial, place)
+    here, later = tokens.clone(), tokens.clone()
+    here[:, place] = tokens.roll(1, 0)[:, place]
+    later[:, place + 1 :] = tokens.roll(1, 0)[:, place + 1 :].flip(1)
+    changed = [
+        any(
+            bool(((one != other) & scored).any())
+            for one, other in zip(before, after, strict=True)
+            if one.shape == scored.shape
+        )
+        for before, after in (
+            [trial.evaluate(value, needs_loss=False, train=False).outputs for value in (None, {own.index: sequence})]
+            for sequence in (here, later)
+        )
+    ]
+    return changed[0] and not changed[1]

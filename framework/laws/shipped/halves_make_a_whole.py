@@ -10,6 +10,9 @@ LEAST_PART = 1e-3
 """The part of the gradient that must remain: the share of the halves is fitted, and its error remains, too."""
 SELECTIONS = {"topk", "sort", "argsort", "kthvalue", "quantile", "nanquantile", "median"}
 
+SPREADS = {"std", "var", "std_mean", "var_mean"}
+"""Functions that normalise data, such as the advantages of a policy gradient."""
+
 
 @LawRegistry.register
 class HalvesMakeAWhole(Law):
@@ -31,10 +34,7 @@ class HalvesMakeAWhole(Law):
             return not_checked(reason)
         rows = torch.arange(count)
         first, second = rows[: count // 2].repeat(2), rows[count // 2 :].repeat(2)
-        one, other = (
-            trial.evaluate(trial.with_rows(order), gradients=True, train=False).joint_gradient()
-            for order in (first, second)
-        )
+        one, other = (self._gradient(trial, order) for order in (first, second))
         difference = one - other
         share = float((total - other) @ difference / (difference @ difference).clamp(min=1e-300))
         remaining = distance(total, share * one + (1 - share) * other)
@@ -44,13 +44,21 @@ class HalvesMakeAWhole(Law):
         named = "apart from batch normalisation" if trial.normalisations() else ""
         return holds(named)
 
+    def _gradient(self, trial: Trial, order: torch.Tensor) -> torch.Tensor:
+        constants = trial.with_rows(order)
+        if trial.derivation:
+            constants = trial.cropped(constants)
+        return trial.evaluate(constants, gradients=True, train=False, **trial.derivation).joint_gradient()
+
 
 def _is_of_batch(trial: Trial) -> str:
     """Return by what the loss depends on the batch as a whole by design, if it does."""
-    pairs = {(trial.rows * by,) * 2 for by in (1, 2)}
-    if any(shape[-2:] in pairs for shape in trial.step.shapes):
+    if trial.compares_rows:
         return "the loss compares the rows of a batch with each other by design"
-    names = {getattr(call.function, "__name__", "") for call in trial.step.calls}
+    names = {call.name for call in trial.step.calls}
     if chosen := sorted(names & SELECTIONS):
         return f"the loss selects rows or terms by design ({listed(chosen, 3)})"
+    derived = {call.name for call in trial.step.derivations} if trial.derivation else set()
+    if chosen := sorted(derived & (SELECTIONS | SPREADS)):
+        return f"the loss normalises or selects data of the batch by design ({listed(chosen, 3)})"
     return ""

@@ -1,13 +1,15 @@
 """The law that the outputs depend on the inputs."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 
 from ...errors import listed
 from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
-from ..rows import is_mask
+from ..rows import UndecidedError, is_mask
 from ..trial import Trial
+from .future_is_not_seen import sees_its_target
 
 
 @LawRegistry.register
@@ -21,6 +23,9 @@ class InputMatters(Law):
 
     def check(self, trial: Trial) -> Outcome:
         """Compare outputs before and after the exchange."""
+        with suppress(UndecidedError):
+            if name := sees_its_target(trial):
+                return broken(f"outputs see {name}, with which the loss compares them: nothing else is needed", {name})
         order = torch.arange(trial.rows).roll(1)
         every = trial.with_rows(order)
         changed = {

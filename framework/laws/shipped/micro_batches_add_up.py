@@ -1,45 +1,111 @@
 """The law that micro-batches have the gradient of the whole batch."""
 
 import torch
+from torch import Tensor
 
 from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..recorded_step import RecordedStep
 from ..trial import TIMES_NOISE, Trial, distance
+
+LEAST_PART = 1e-3
+"""The part of the gradient that must differ."""
 
 
 @LawRegistry.register
 class MicroBatchesAddUp(Law):
     """Compare the sum of the gradients of a step's micro-batches with the gradient of all their rows in one pass.
 
-    The factor by which the loop divides is free: only the direction must agree, so that all rows, or all tokens, have
-    one weight.
+    All rows, or all tokens, must have one weight. If the loss is a mean, the loop must divide by the number of
+    micro-batches; a factor that the step does not show, as in a loss of several terms, is free.
     """
 
     name = "micro_batches_add_up"
     statement = "micro-batches have the gradient of the whole batch"
-    remedy = "divide the summed losses of all micro-batches once, by their rows or valid tokens together"
+    remedy = "call zero_grad once per update, and divide the summed losses once, by all rows or valid tokens together"
 
     def check(self, trial: Trial) -> Outcome:
         """Join the micro-batches, after a test that joining one of them with itself changes nothing."""
         steps = trial.steps
         if len(steps) < 2:
             return not_checked("the step has one backward pass")
+        if lost := _lost(trial):
+            return broken(f"the update has the gradient of the last {lost} of {len(steps)} micro-batches")
         one, noise = trial.gradient(), trial.gradient_noise
-        twice = trial.evaluate(trial.joined([steps[0], steps[0]]), gradients=True, train=False)
-        factors = [
-            factor
-            for factor in (1, 2)
-            if distance(twice.joint_gradient(), factor * one) <= factor * TIMES_NOISE * noise
-        ]
+        twice = self._gradient(trial, trial.joined([steps[0], steps[0]]))
+        factors = [factor for factor in (1, 2) if distance(twice, factor * one) <= factor * TIMES_NOISE * noise]
         if not factors:
             return not_checked("the loss cannot be computed for more rows")
-        total = torch.stack(
-            [trial.evaluate(step=step, gradients=True, train=False).joint_gradient() for step in steps]
-        ).sum(0)
-        joint = trial.evaluate(trial.joined(steps), gradients=True, train=False).joint_gradient()
+        total = sum_of(trial, steps, train=False)
+        joint = self._gradient(trial, trial.joined(steps))
         factor = float(total @ joint / (joint @ joint).clamp(min=1e-300))
         remaining, size = distance(total, factor * joint), float(total.norm())
-        if not trial.is_noise(remaining, gradients=len(steps)) and remaining > 1e-3 * size:
+        if _are_of_different_losses(steps):
+            return not_checked("the backward passes belong to different losses")
+        if not trial.is_noise(remaining, gradients=len(steps)) and remaining > LEAST_PART * size:
             return broken(
                 f"{remaining / size:.1%} of the gradient of {len(steps)} micro-batches differ from the batch's"
             )
+        if factors == [1] and is_undivided(steps[0].factors):
+            return broken(
+                f"the gradient is {factor:.3g} times that of the batch, since nothing divides the mean losses"
+            )
         return holds()
+
+    def _gradient(self, trial: Trial, constants: dict[int, Tensor]) -> Tensor:
+        return trial.evaluate(constants, gradients=True, train=False, **trial.derivation).joint_gradient()
+
+
+def is_undivided(factors: tuple[float, ...]) -> bool:
+    """Return whether a loss was multiplied by nothing but the scale of a GradScaler."""
+    return all(factor >= 1 for factor in factors)
+
+
+def sum_of(trial: Trial, steps: list[RecordedStep], *, train: bool) -> Tensor:
+    """Return the sum of the gradients of micro-batches."""
+    parts = [trial.evaluate(step=step, gradients=True, train=train).joint_gradient() for step in steps]
+    return torch.stack(parts).sum(0)
+
+
+def _lost(trial: Trial) -> int:
+    """Return how many of the last micro-batches have gradients that reach the update; 0 if all do, or it is unclear."""
+    parameters = [item for item in trial.model.parameters() if item.requires_grad]
+    if any(step.problem for step in trial.steps):
+        return 0
+    grads = [torch.zeros_like(item) if item.grad is None else item.grad for item in parameters]
+    given = torch.cat([item.detach().double().flatten() for item in grads])
+    parts = [trial.evaluate(step=step, gradients=True).joint_gradient() for step in trial.steps]
+    for count in (1, *range(len(parts) - 1, 1, -1)):
+        if _is_multiple(given, torch.stack(parts[-count:]).sum(0)):
+            return 0 if _is_multiple(given, torch.stack(parts).sum(0)) else count
+    return 0
+
+
+def _is_multiple(one: Tensor, other: Tensor) -> bool:
+    factor = float(one @ other / (other @ other).clamp(min=1e-300))
+    return factor > 0 and distance(one, factor * other) < LEAST_PART * float(one.norm())
+
+
+def _are_of_different_losses(steps: list[RecordedStep]) -> bool:
+    """Return whether the backward passes of a step are no micro-batches of one loss.
+
+    They have the same inputs, or each has targets of one value, such as those of real and generated images, or the
+    first inputs of one are outputs of another, such as the state of a recurrent network.
+    """
+    first, second = steps[:2]
+    inputs = [[step.constants[index] for index in step.constants_of_passes()] for step in (first, second)]
+    if all(one.shape == other.shape and torch.equal(one, other) for one, other in zip(*inputs, strict=False)):
+        return True
+    targets = [
+        [item for item in (step.constants[index] for index in sorted(step.constants_of_calls())) if item.numel() > 1]
+        for step in (first, second)
+    ]
+    for one, other in zip(*targets, strict=False):
+        if bool((one == one.flatten()[0]).all()) and bool((other == other.flatten()[0]).all()):
+            if one.flatten()[0] != other.flatten()[0]:
+                return True
+    outputs = [item for item in first.outputs.values() if item.ndim]
+    return any(
+        one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+        for one in inputs[1]
+        for other in outputs
+    )

@@ -4,7 +4,7 @@ import math
 import time
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...tensors import trainable
 from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
@@ -19,6 +19,8 @@ LEAST_FALL = 0.02
 """The part of the loss that must go, of a loss that learns anything."""
 LEAST_PART = 0.4
 """The part of what free outputs gain that the steps must gain; right trainings that were measured gain 0.7 or more."""
+MOST_CLIPPED = 0.1
+"""The part of the gradient that clipping leaves, above which it is not tried."""
 MARGIN = 0.002
 """The part of the loss by which it must fall further with the inputs than without them."""
 
@@ -37,6 +39,8 @@ class OneBatchCanBeLearned(Law):
         same, floor = self._without_inputs(trial), self._floor(trial)
         if floor == -math.inf:
             return not_checked("the loss has no lower bound, such as that of a policy gradient")
+        if outcome := self._of_clipping(trial):
+            return outcome
         sentences = []
         for count, rate in ((FEW, RATES[0]), (MANY, RATES[0]), (MANY, RATES[1])):
             first, last, made = self._train(trial, None, count, rate)
@@ -56,6 +60,39 @@ class OneBatchCanBeLearned(Law):
                 return holds(f"{first:.4g} → {last:.4g} in {made} steps")
             sentences.append(f"{made} steps reach {last:.4g} with the inputs and {blind:.4g} without them")
         return broken(sentences[-1])
+
+    def _of_clipping(self, trial: Trial) -> Outcome | None:
+        """Return a violation if the optimizer of the training learns the batch, but not from the clipped gradients."""
+        if trial.clipping is None or trial.clipping[1] > MOST_CLIPPED * trial.clipping[0] or not trial.optimizers:
+            return None
+        norm = trial.clipping[1]
+        first, free = self._train_by_own(trial, None)
+        _, clipped = self._train_by_own(trial, norm)
+        if first - free > 5 * LEAST_FALL * abs(first) and first - clipped < LEAST_FALL * abs(first):
+            return broken(
+                f"{MANY} own updates on one batch reduce its loss from {first:.4g} to {free:.4g}, but to {clipped:.4g} "
+                f"with gradients clipped to a norm of {norm:.1g}"
+            )
+        return None
+
+    def _train_by_own(self, trial: Trial, norm: float | None) -> tuple[float, float]:
+        """Return the loss before and after updates by the optimizers of the training, with gradients of one norm."""
+        step, end = trial.step, time.monotonic() + SECONDS
+        parameters = list(trainable(trial.model).values())
+        losses: list[float] = []
+        with trial.branch(), torch.enable_grad():
+            while len(losses) <= MANY and time.monotonic() < end:
+                step.streams.restore()
+                loss = step.replay().loss
+                losses.append(float(loss.detach()))
+                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                if norm is not None:
+                    nn.utils.clip_grad_norm_(parameters, norm)
+                for optimizer in trial.optimizers:
+                    optimizer.step()
+        return losses[0], losses[-1]
 
     def _floor(self, trial: Trial) -> float:
         """Return the loss that outputs reach which are free to take any values, as a bound of what can be learned.
@@ -87,7 +124,7 @@ class OneBatchCanBeLearned(Law):
         step = trial.step
         inputs = set(step.constants_of_passes())
         targets = {index for index in trial.layout.layouts if index not in inputs}
-        if not targets or trial.rows < 3 or inputs & step.constants_of_calls():
+        if not targets or trial.rows < 3:
             return None
         same = {index: item[:1].expand_as(item).clone() for index, item in trial.inputs.items()}
         return None if any(torch.equal(item, trial.inputs[index]) for index, item in same.items()) else same

@@ -18,7 +18,7 @@ class OrderDoesNotMatter(Law):
         """Compare the gradients of two orders with the noise of rounding."""
         whole = trial.gradient()
         order = torch.randperm(trial.rows, generator=torch.Generator().manual_seed(0))
-        other = trial.evaluate(trial.with_rows(order), gradients=True, train=False).joint_gradient()
+        other = trial.evaluate(trial.with_rows(order), gradients=True, train=False, **trial.derivation).joint_gradient()
         difference = distance(other, whole)
         if trial.is_noise(difference):
             return holds()

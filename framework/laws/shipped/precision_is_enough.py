@@ -24,7 +24,12 @@ class PrecisionIsEnough(Law):
             for module in wide.modules():
                 module.training = False
         pairs = dict(zip(trial.model.modules(), wide.modules(), strict=True))
-        doubles = {index: tensor.double() for index, tensor in enumerate(step.constants) if tensor.is_floating_point()}
+        wide_parameters = dict(zip(map(id, trial.model.parameters()), wide.parameters(), strict=True))
+        doubles = {
+            index: wide_parameters.get(id(tensor), tensor.double())
+            for index, tensor in enumerate(step.constants)
+            if tensor.is_floating_point()
+        }
         exact = trial.evaluate(doubles, gradients=True, train=False, modules=pairs, autocast=False, owner=wide)
         one, other = trial.gradient(), exact.joint_gradient()
         if not one.isfinite().all():
