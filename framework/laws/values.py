@@ -1,10 +1,12 @@
 """Tensors within arguments and results: found in one order, and replaced in new containers of the same kinds."""
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,10 @@ class Container:
         kind = type(self.original)
         if isinstance(self.entries, dict):
             named = {key: assembled(item, function) for key, item in self.entries.items()}
+            if has_tensors(self.original):
+                made = copy(self.original)
+                vars(made).update(named)
+                return made
             if not isinstance(self.original, dict):
                 return replace(self.original, **named)
             return named if kind is dict else kind(named)
@@ -38,6 +44,9 @@ def dismantled(value: Any, function: Callable[[Any], Any]) -> Any:
     if _is_object(value) and tensors_within(value):
         names = [entry.name for entry in fields(value) if entry.init]
         return Container(value, {name: dismantled(getattr(value, name), function) for name in names})
+    if has_tensors(value):
+        named = {name: function(item) for name, item in vars(value).items() if isinstance(item, Tensor)}
+        return Container(value, named)
     return function(value)
 
 
@@ -74,6 +83,15 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     elif _is_object(value):
         for entry in fields(value):
             _collect(getattr(value, entry.name, None), found)
+    elif has_tensors(value):
+        found += [item for item in vars(value).values() if isinstance(item, Tensor)]
+
+
+def has_tensors(value: Any) -> bool:
+    """Return whether a value is a plain object with tensors as attributes, such as a batch or a distribution."""
+    if isinstance(value, (Tensor, Module, type, dict, list, tuple)) or _is_object(value):
+        return False
+    return any(isinstance(item, Tensor) for item in getattr(value, "__dict__", {}).values())
 
 
 def _is_object(value: Any) -> bool:

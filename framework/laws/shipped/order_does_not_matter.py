@@ -2,8 +2,14 @@
 
 import torch
 
-from ..law import Law, LawRegistry, Outcome, broken, holds
-from ..trial import Trial, distance
+from ..groups import Groups
+from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..rows import UndecidedError
+from ..trial import TIMES_NOISE, Trial, distance
+
+LEAST_ROWS = 3
+PARTS = 24
+"""Connected parts of a batch of graphs that are changed, the largest first."""
 
 
 @LawRegistry.register
@@ -16,6 +22,10 @@ class OrderDoesNotMatter(Law):
 
     def check(self, trial: Trial) -> Outcome:
         """Compare the gradients of two orders with the noise of rounding."""
+        try:
+            trial.layout  # noqa: B018 - raises an error without rows of equal lengths
+        except UndecidedError:
+            return self._of_parts(trial, Groups.of(trial.step))
         whole = trial.gradient()
         order = torch.randperm(trial.rows, generator=torch.Generator().manual_seed(0))
         other = trial.evaluate(trial.with_rows(order), gradients=True, train=False, **trial.derivation).joint_gradient()
@@ -25,3 +35,21 @@ class OrderDoesNotMatter(Law):
         size = float(whole.norm())
         noise = trial.gradient_noise / size
         return broken(f"another order changes the gradient by {difference / size:.2%}, rounding by {noise:.0e}")
+
+    def _of_parts(self, trial: Trial, groups: Groups) -> Outcome:
+        """Change connected nodes of a batch of graphs: they belong to one row, wherever they are in the batch."""
+        before = trial.evaluate(needs_loss=False, train=False).outputs
+        sizes = groups.owner.bincount()
+        for position, one in enumerate(before):
+            is_of_rows = one.ndim and LEAST_ROWS <= len(one) <= groups.count and len(one) < len(groups.owner)
+            if groups.are_rows or not is_of_rows:
+                continue
+            for group in sizes.argsort(descending=True)[:PARTS].tolist():
+                changed = groups.with_other_content(group)
+                other = trial.evaluate(changed, needs_loss=False, train=False).outputs[position]
+                sizes_by_row = (one.double() - other.double()).abs().reshape(len(one), -1).amax(1)
+                rows = (sizes_by_row > TIMES_NOISE * trial.output_noise[position]).nonzero().flatten().tolist()
+                if len(rows) > 1:
+                    listing = " and ".join(map(str, rows[:2]))
+                    return broken(f"{int(sizes[group])} connected nodes enter rows {listing} of the output")
+        return not_checked("the inputs have different lengths")

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from ..groups import Groups
 from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..rows import UndecidedError
 from ..trial import TIMES_NOISE, Trial
 
 
@@ -20,7 +22,10 @@ class RowsDoNotMix(Law):
 
     def check(self, trial: Trial) -> Outcome:
         """Compare outputs before and after a change of the first row, bit for bit."""
-        count = trial.rows
+        try:
+            count = trial.rows
+        except UndecidedError:
+            return self._of_groups(trial, Groups.of(trial.step))
         if count < 3:
             return not_checked("a batch of two rows has no third one to compare")
         order = torch.arange(count)
@@ -50,6 +55,26 @@ class RowsDoNotMix(Law):
                 if size <= TIMES_NOISE * trial.output_noise[position]:
                     continue
                 return broken(f"the output of row {row} changes by {size:.1e} with the input of row 0")
+        return holds("apart from batch normalisation" if trial.normalisations() else "")
+
+    def _of_groups(self, trial: Trial, groups: Groups) -> Outcome:
+        """Change the entries of one row, such as the nodes of a graph, and compare the outputs of other rows."""
+        if not groups.are_rows:
+            return not_checked("the inputs have different lengths, and none shows the rows of their entries")
+        before = trial.evaluate(needs_loss=False, train=False).outputs
+        if all(groups.rows_of(item) is None for item in before):
+            return not_checked("no output has one entry per row")
+        for row in (0, groups.count // 2, groups.count - 1):
+            after = trial.evaluate(groups.with_other_content(row), needs_loss=False, train=False).outputs
+            for position, (one, other) in enumerate(zip(before, after, strict=True)):
+                rows = groups.rows_of(one)
+                if rows is None:
+                    continue
+                differing = rows[_differs(one, other).cpu()]
+                size = float((one.double() - other.double())[(rows != row).to(one.device)].abs().max())
+                if bool((differing != row).any()) and size > TIMES_NOISE * trial.output_noise[position]:
+                    found = int(differing[differing != row][0])
+                    return broken(f"the output of row {found} changes by {size:.1e} with the entries of row {row}")
         return holds("apart from batch normalisation" if trial.normalisations() else "")
 
     def _dimension(self, trial: Trial, output: Tensor) -> int | None:
