@@ -43,7 +43,9 @@ LEAST_UPDATES = 4
 MOST_UPDATES = 50
 """Updates after the last tries, in which parameters without a gradient may get one."""
 LONGEST_WAIT = 20.0
-"""Seconds of training after the last tries, in which an evaluation of the script may begin."""
+"""Seconds of processor time after the last tries, in which an evaluation of the script may begin."""
+LEAST_WAITS = 10
+"""Updates after the last tries that show whether parameters get a gradient, however long they take."""
 
 
 @HookRegistry.register
@@ -89,7 +91,7 @@ class Laws(DebugInterventionHook):
         self._updates, self._is_judged = 0, False
         self._is_short_group_known = False
         self._end: float | None = None
-        """The time at which the wait for an evaluation ends."""
+        """The processor time at which the wait for an evaluation ends."""
 
     def _later_places(self) -> tuple[int, ...]:
         return tuple(place - self._places[0] + 1 for place in self._places)
@@ -128,7 +130,7 @@ class Laws(DebugInterventionHook):
             self._write(f"step {run_ctx.step}: {name.replace('_', ' ')}")
         self._constants = list(steps[0].constants) if steps else []
         if run_ctx.step >= self._places[-1]:
-            self._end = time.monotonic() + LONGEST_WAIT
+            self._end = time.process_time() + LONGEST_WAIT
             self._idle = {name for name in self._check.subjects(LEARNS) if name in self._trainable}
         return {"broken": sum(result["verdict"] == "broken" for result in self._check.results())}
 
@@ -194,7 +196,10 @@ class Laws(DebugInterventionHook):
         if self._end is None:
             return False
         is_evaluated = EVALUATION not in self._check or self._watch.is_decided
-        return (is_evaluated and not (self._idle and self._waits)) or time.monotonic() > self._end
+        is_waiting = bool(self._idle) and self._waits > 0
+        if is_waiting and self._waits > MOST_UPDATES - LEAST_WAITS:
+            return False
+        return (is_evaluated and not is_waiting) or time.process_time() > self._end
 
     def results(self) -> list[dict[str, Any]]:
         """Return the results of all laws up to now."""

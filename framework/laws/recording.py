@@ -32,6 +32,7 @@ class Recording(PassiveListener, Transient):
         self._modules: set[int] = set()
         """The ids of the modules whose outermost calls are passes: a loop may call parts of the model alone."""
         self._is_active: Callable[[], bool] = bool
+        self._is_updated = False
 
     @property
     def steps(self) -> list[RecordedStep]:
@@ -77,6 +78,9 @@ class Recording(PassiveListener, Transient):
 
     def _before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._counts(module):
+            if self._is_updated:  # the newest recorded steps are those of the update before
+                self.clear()
+                self._is_updated = False
             self._recorder.begin_pass(self._streams.save())
         elif _has_parameters(module):
             self._recorder.foreign_depth += 1
@@ -90,6 +94,7 @@ class Recording(PassiveListener, Transient):
 
     def _before_update(self, *_: Any) -> None:
         self._recorder.leave()
+        self._is_updated = True
 
     def before_backward(self, roots: Sequence[Tensor]) -> None:
         """End a micro-batch."""

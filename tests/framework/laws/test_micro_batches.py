@@ -1,0 +1,118 @@
+"""The law on micro-batches in custom loops: wrong accumulation, and several backward passes that are none."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import loopscope
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+MICRO, ROWS, FEATURES = 4, 8, 5
+OPTIONS = {"laws": {"only": ["micro_batches_add_up"], "steps": [1, 2]}}
+Loop = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def data() -> tuple[Tensor, Tensor]:
+    x = torch.randn(ROWS, FEATURES)
+    return x, x.sum(1, keepdim=True) + 0.1 * torch.randn(ROWS, 1)
+
+
+def accumulate(loss_of: Callable[[nn.Module], Tensor]) -> Loop:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        for _ in range(MICRO):
+            loss_of(model).backward()
+        optimizer.step()
+
+    return loop
+
+
+def mean_loss(model: nn.Module) -> Tensor:
+    x, y = data()
+    return F.mse_loss(model(x), y)
+
+
+def masked_mean(model: nn.Module) -> Tensor:
+    x, y = data()
+    mask = (torch.rand(ROWS, 1) < 0.5).float()
+    mask[0] = 1
+    return ((model(x) - y).square() * mask).sum() / mask.sum() / MICRO
+
+
+def preference(model: nn.Module) -> Tensor:
+    """Return the loss of a reward model, and of DPO with the log-probabilities of a reference."""
+    chosen, rejected, reference = torch.randn(ROWS, FEATURES), torch.randn(ROWS, FEATURES), torch.randn(ROWS, 1)
+    return -F.logsigmoid(0.1 * (model(chosen) - model(rejected) - reference)).mean() / MICRO
+
+
+def zero_grad_within(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(MICRO):
+        optimizer.zero_grad()
+        (mean_loss(model) / MICRO).backward()
+    optimizer.step()
+
+
+def real_and_generated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    for target in (torch.ones(ROWS, 1), torch.zeros(ROWS, 1)):
+        F.binary_cross_entropy_with_logits(model(torch.randn(ROWS, FEATURES)), target).backward()
+    optimizer.step()
+
+
+def two_losses_of_a_batch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    x, y = data()
+    optimizer.zero_grad()
+    for target in (y, 2 * y):
+        F.mse_loss(model(x), target).backward()
+    optimizer.step()
+
+
+def check(loop: Loop, folder: Path) -> tuple[str, str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scope = loopscope.attach(model, optimizer, out=folder / "run", display="none", hooks=["laws"], hook_options=OPTIONS)
+    with scope:
+        for _ in range(3):
+            loop(model, optimizer)
+        (result,) = scope.check()
+    return result["verdict"], result.get("evidence", "")
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(
+    ("loop", "evidence"),
+    [
+        (accumulate(mean_loss), "4 times"),
+        (accumulate(masked_mean), "differ from the batch's"),
+        (zero_grad_within, "last 1 of 4"),
+    ],
+    ids=["undivided", "mean of means", "zero_grad within"],
+)
+def test_wrong_accumulation_is_broken(loop: Loop, evidence: str, tmp_path: Path) -> None:
+    outcome = check(loop, tmp_path)
+    assert outcome[0] == "broken"
+    assert evidence in outcome[1]
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(
+    "loop",
+    [
+        accumulate(lambda model: mean_loss(model) / MICRO),
+        accumulate(lambda model: mean_loss(model) / MICRO * 1024.0),
+        accumulate(lambda model: F.mse_loss(model(data()[0]), torch.ones(ROWS, 1), reduction="sum")),
+        accumulate(preference),
+    ],
+    ids=["divided", "scaled", "sum", "preference"],
+)
+def test_right_accumulation_holds(loop: Loop, tmp_path: Path) -> None:
+    assert check(loop, tmp_path)[0] == "holds"
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("loop", [real_and_generated, two_losses_of_a_batch])
+def test_separate_losses_are_no_micro_batches(loop: Loop, tmp_path: Path) -> None:
+    assert check(loop, tmp_path)[0] == "not checked"

@@ -1,0 +1,42 @@
+"""``loopscope check`` on accumulation by the Trainer of transformers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "trainers" / "hugging_face.py"
+LAW = "micro_batches_add_up"
+
+
+def verdict(kind: str, folder: Path) -> tuple[str, str]:
+    command = [sys.executable, "-m", "loopscope", "check", "--json", "--laws", LAW, "--", sys.executable, str(SCRIPT)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, kind], capture_output=True, text=True, cwd=folder, env=environment, check=False)
+    (law,) = json.loads(done.stdout)["laws"]
+    return law["verdict"], law.get("evidence", "")
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.trainer
+@pytest.mark.parametrize("kind", ["causal_lm", "label_smoothing", "override_with_items"])
+def test_accumulation_of_a_trainer_holds(kind: str, tmp_path: Path) -> None:
+    assert verdict(kind, tmp_path)[0] == "holds"
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.trainer
+@pytest.mark.parametrize(
+    ("kind", "evidence"),
+    [("override", "differ from the batch's"), ("mean_of_means", "differ from the batch's"), ("classifier", "4 times")],
+)
+def test_wrong_accumulation_of_a_trainer_is_found(kind: str, evidence: str, tmp_path: Path) -> None:
+    """Classifiers of transformers accept the number of items and ignore it (issue 47688, present in 5.23)."""
+    outcome = verdict(kind, tmp_path)
+    assert outcome[0] == "broken"
+    assert evidence in outcome[1]
