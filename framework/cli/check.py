@@ -158,7 +158,11 @@ def _content(out: Path) -> dict[str, Any]:
 def _show(content: Mapping[str, Any], given: argparse.Namespace, status: int) -> int:
     """Show the results, and return the exit status."""
     if not content or not content["tried"]:
-        after = f"the command ended with status {status} before its first step" if status else "no module over the parameters of its optimizer was seen to train"
+        after = (
+            f"the command ended with status {status} before its first step"
+            if status
+            else "no module over the parameters of its optimizer was seen to train"
+        )
         return refused_command(
             f"No law was tried, since {after}: check a command that trains with an optimizer of torch."
         )

@@ -1,4 +1,4 @@
-"""Rows of different lengths whose entries follow each other in one dimension, such as the nodes of a batch of graphs."""
+"""Rows of different lengths whose entries follow each other, such as the nodes of a batch of graphs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,5 +88,6 @@ def _components(edges: Tensor, length: int) -> Tensor:
         new = labels.scatter_reduce(0, edges[0], least, "amin").scatter_reduce(0, edges[1], least, "amin")
         new = new[new]
         if torch.equal(new, labels):
-            return torch.unique(labels, return_inverse=True)[1]
+            numbers: Tensor = torch.unique(labels, return_inverse=True)[1]
+            return numbers
         labels = new

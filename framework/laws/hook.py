@@ -85,6 +85,8 @@ class Laws(DebugInterventionHook):
         self._constants: list[Tensor] = []
         self._idle: set[str] = set()
         """Parameters that have not learned yet."""
+        self._learned: set[str] = set()
+        """Parameters that had a gradient at any update so far."""
         self._waits = MOST_UPDATES
         self._moved: set[str] = set()
         self._trainable: set[str] = set()
@@ -145,10 +147,13 @@ class Laws(DebugInterventionHook):
         self._updates += 1
         self._judge_groups()
         self._trainable = {name for name, item in model.named_parameters() if item.requires_grad}
+        if self._end is None or (self._idle and self._waits):
+            self._learned |= {
+                name for name, item in model.named_parameters() if item.grad is not None and bool(item.grad.any())
+            }
         if self._end is not None and self._idle and self._waits:
-            learning = {name for name, item in model.named_parameters() if item.grad is not None and item.grad.any()}
-            self._check.excuse(LEARNS, self._idle & learning)
-            self._idle -= learning
+            self._check.excuse(LEARNS, self._idle & self._learned)
+            self._idle -= self._learned
             self._waits = max(0, self._waits - 1)
             self._write("parameters without a gradient")
         if self._has_seen_all():  # a training that continues pays no longer

@@ -54,7 +54,7 @@ class RecordedCall:
 
     function: Callable[..., Any]
     arguments: Any
-    results: tuple[Value, ...] | tuple[Derived, ...]
+    results: tuple[Any, ...]
     """The values of the tensors in its result, in the order of :func:`.tensors_within`."""
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     has_gradients: bool
@@ -291,7 +291,7 @@ class StepRecorder(TorchFunctionMode):
         self._kept: list[Any] = []
         self._count = 0
         self.foreign_depth = 0
-        """The number of running passes of modules with parameters of their own, such as teachers."""
+        """The number of running passes of other modules with parameters, such as teachers."""
         self._depth = 0
         self._streams: Any = None
 
@@ -421,12 +421,12 @@ class StepRecorder(TorchFunctionMode):
             arguments = self._recorded((args, dict(options)), is_derived=True)
         except Exception:  # which must not reach the training; the result is a constant
             return
-        results = []
+        results: list[Derived] = []
         for tensor in found:
-            item = self._derived[id(tensor)] = Derived(self._count)
+            derived = self._derived[id(tensor)] = Derived(self._count)
             self._count += 1
             self._kept.append(tensor)
-            results.append(item)
+            results.append(derived)
         step.derivations.append(RecordedCall(func, arguments, tuple(results), _autocast(), torch.is_grad_enabled()))
 
     def _noted(self, func: Any, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:

@@ -26,6 +26,7 @@ class RowLayout(Enum):
     FLAT_SECOND = "dimension 0, with the entries of all rows at one position one after the other"
     COPIES = "dimension 0, with all rows several times"
     PAIRS = "dimensions 0 and 1"
+    POSITIONS = "dimension 0, with positions of other rows as values"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Rows:
             _is_same(earlier[item], inputs[item]) for item in inputs
         )
         for index, tensor in enumerate(step.constants):
-            if is_new and index not in inputs and _is_same(earlier[index], tensor):
+            is_place = is_new and index not in inputs and not _are_positions(tensor, count)
+            if is_place and _is_same(earlier[index], tensor):
                 continue
             layout = _layout(tensor, count, dimension, step, inputs, is_input=index in inputs)
             if layout is not None:
@@ -67,6 +69,10 @@ class Rows:
         order = order.to(tensor.device)
         if layout is RowLayout.SECOND:
             return tensor[:, order]
+        if layout is RowLayout.POSITIONS:
+            if len(torch.unique(order)) < len(order):
+                return tensor
+            return order.argsort().to(tensor.dtype)[tensor[order]]
         if layout is RowLayout.PAIRS:
             return tensor[order][:, order]
         if layout is RowLayout.FLAT:
@@ -112,8 +118,10 @@ def _layout(
     tensor: Tensor, count: int, dimension: int, step: RecordedStep, inputs: Mapping[int, Tensor], *, is_input: bool
 ) -> RowLayout | None:
     """Return where a constant has entries for rows; ``None`` if it has none."""
-    if not tensor.ndim or isinstance(tensor, nn.Parameter) or _are_positions(tensor, count):
+    if not tensor.ndim or isinstance(tensor, nn.Parameter):
         return None
+    if _are_positions(tensor, count):
+        return RowLayout.POSITIONS if len(tensor) == count else None
     length = len(tensor)
     if is_input or tensor.shape[:2] == next(iter(inputs.values())).shape[:2]:
         if tensor.ndim > dimension and tensor.shape[dimension] == count:

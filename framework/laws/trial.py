@@ -215,12 +215,20 @@ class Trial:
             return result
 
     @cached_property
-    def derivation(self) -> dict[str, bool]:
+    def derivation(self) -> dict[str, Any]:
         """Options of :meth:`evaluate` with which the constants that the loss derives from others are derived again.
 
         None if that does not give the loss of the step.
         """
         if not self.step.derivations or self.step.problem:
+            return {}
+        roots = {
+            item.index
+            for call in self.step.derivations
+            for item in self.step.items_of(call)
+            if isinstance(item, Constant)
+        }
+        if any(self.layout.layouts.get(index) is RowLayout.COPIES for index in roots):  # perhaps all rows of an epoch
             return {}
         try:
             one, other = (self.evaluate(train=False, derive=derive).loss for derive in (False, True))

@@ -138,7 +138,7 @@ def _note_arguments(base: Any) -> None:
     initialise = base.__init__
 
     @functools.wraps(initialise)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         initialise(self, *args, **kwargs)
         frame, outermost = sys._getframe(1), None
         while frame is not None and frame.f_code.co_name == "__init__":
@@ -154,7 +154,7 @@ def _note_arguments(base: Any) -> None:
         named = {name: values[name] for name in names[count:] if name in values}
         noted[self] = (*inputs, *values.get(rest or "", ())), {**named, **values.get(options or "", {})}
 
-    base.__init__ = __init__
+    base.__init__ = wrapper
 
 
 class _Loader:
@@ -184,9 +184,9 @@ class _Finder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         is_seeding = name in _SEEDING and _SHIFT
         is_noted = name == _MODULES and _NOTES_ARGUMENTS
-        if name not in (_OPTIMIZERS, _GROUPS) and name not in _TRAINERS and name not in _REPORTS:
-            if not is_seeding and not is_noted:
-                return None
+        is_known = name in (_OPTIMIZERS, _GROUPS) or name in _TRAINERS or name in _REPORTS
+        if not (is_known or is_seeding or is_noted):
+            return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue

@@ -3,6 +3,7 @@
 import torch
 
 from ...errors import listed
+from ...observing import optimizers_over
 from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
 from ..trial import Trial
 
@@ -57,4 +58,5 @@ def _stray_leaves(trial: Trial) -> list[torch.Tensor]:
         return []
     owned = {id(item) for one in trial.optimizers for group in one.param_groups for item in group["params"]}
     known = owned | {id(item) for item in trial.model.parameters()}
-    return [leaf for leaf in trial.leaves() if id(leaf) not in known and isinstance(leaf, torch.nn.Parameter)]
+    stray = [leaf for leaf in trial.leaves() if id(leaf) not in known and isinstance(leaf, torch.nn.Parameter)]
+    return [leaf for leaf in stray if not optimizers_over([leaf])]  # of another training, such as a discriminator's

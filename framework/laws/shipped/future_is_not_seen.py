@@ -137,9 +137,10 @@ def sees_its_target(trial: Trial) -> str:
         for other in sorted(trial.step.constants_of_calls()):
             target = trial.step.constants[other]
             is_own = target.numel() == tokens.numel() and target.dtype == tokens.dtype
-            if is_own and _are_equal(tokens, target.reshape(tokens.shape)):
-                if all(_sees_only_earlier(trial, _Prediction(index, other, 0), place) for place in _places(tokens)):
-                    return trial.names.get(index, "") or f"input {index}"
+            if not is_own or not _are_equal(tokens, target.reshape(tokens.shape)):
+                continue
+            if all(_sees_only_earlier(trial, _Prediction(index, other, 0), place) for place in _places(tokens)):
+                return trial.names.get(index, "") or f"input {index}"
     return ""
 
 

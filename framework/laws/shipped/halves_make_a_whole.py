@@ -1,15 +1,21 @@
 """The law that the gradient of a batch is the weighted mean of the gradients of its halves."""
 
+from typing import Any
+
 import torch
 
 from ...errors import listed
 from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..recorded_step import RecordedCall, Value
 from ..trial import Trial, distance
+from ..values import tensors_within
 
 LEAST_PART = 1e-3
 """The part of the gradient that must remain: the share of the halves is fitted, and its error remains, too."""
 SELECTIONS = {"topk", "sort", "argsort", "kthvalue", "quantile", "nanquantile", "median"}
 
+DIVISIONS = {"div", "truediv", "true_divide", "divide"}
+SUMS = {"add", "radd"}
 SPREADS = {"std", "var", "std_mean", "var_mean"}
 """Functions that normalise data, such as the advantages of a policy gradient."""
 
@@ -55,10 +61,42 @@ def _is_of_batch(trial: Trial) -> str:
     """Return by what the loss depends on the batch as a whole by design, if it does."""
     if trial.compares_rows:
         return "the loss compares the rows of a batch with each other by design"
+    if _is_ratio(trial):
+        return "the loss is a ratio of sums over the batch by design"
     names = {call.name for call in trial.step.calls}
     if chosen := sorted(names & SELECTIONS):
         return f"the loss selects rows or terms by design ({listed(chosen, 3)})"
+    if trial.derivation and _has_terms(trial):
+        return "the loss is a sum of terms, each perhaps a mean over other entries of the batch"
     derived = {call.name for call in trial.step.derivations} if trial.derivation else set()
     if chosen := sorted(derived & (SELECTIONS | SPREADS)):
         return f"the loss normalises or selects data of the batch by design ({listed(chosen, 3)})"
     return ""
+
+
+def _is_ratio(trial: Trial) -> bool:
+    """Return whether the loss divides sums of outputs by each other, such as the Dice loss."""
+    return any(
+        one.shape == other.shape and (not one.ndim or len(one) != trial.rows)
+        for one, other in _operands(trial, DIVISIONS)
+    )
+
+
+def _has_terms(trial: Trial) -> bool:
+    """Return whether the loss is a sum of terms, of which each may be a mean over other entries of the batch."""
+    return any(not one.ndim and not other.ndim for one, other in _operands(trial, SUMS))
+
+
+def _operands(trial: Trial, names: set[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the operands of calls on two values that depend on outputs."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def note(call: RecordedCall, arguments: Any, options: Any) -> None:
+        given = [item for item in trial.step.items_of(call) if isinstance(item, Value)]
+        if call.name.strip("_i") in names and len(given) == 2:
+            one, other = tensors_within(arguments)[:2]
+            found.append((one, other))
+
+    with trial.branch(), torch.no_grad():
+        trial.step.replay(outputs=trial.step.outputs, observe=note)
+    return found

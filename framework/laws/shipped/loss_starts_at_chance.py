@@ -15,6 +15,8 @@ FACTOR = 1.5
 """The first loss may be this many times that of the best constant prediction; default initialisations reach 1.3."""
 FACTOR_OF_PAIRS = 5.0
 """The factor of a loss that compares rows with each other, whose similarities a small temperature spreads."""
+LEAST_CHANCE = 0.01
+"""The part of the loss of zeros that the best constant output must have; equal targets leave less."""
 FITS = 100
 
 
@@ -48,6 +50,8 @@ class LossStartsAtChance(Law):
         constant, is_bounded = self._best_constant(trial, outputs)
         if not is_bounded:
             return not_checked("no constant output minimises the loss")
+        if constant < LEAST_CHANCE * self._of_zeros(trial, outputs):
+            return not_checked("a constant output is right for all rows")
         targets = [item for item in step.constants_of_calls() if item in trial.layout.layouts]
         if any(not step.constants[index].is_floating_point() for index in targets):
             constant = max(constant, self._of_zeros(trial, outputs))  # equal logits: ln C
@@ -61,7 +65,7 @@ class LossStartsAtChance(Law):
         return holds(f"{float(first):.4g}, a constant prediction {constant:.4g}")
 
     def _of_probabilities(self, trial: Trial) -> Outcome | None:
-        """Return a violation if ``nll_loss`` gets values whose exponentials have another sum than 1 over the classes."""
+        """Return a violation if ``nll_loss`` gets values whose exponentials do not sum to 1 over the classes."""
         step, sums = trial.step, list[Tensor]()
 
         def note(call: RecordedCall, arguments: Any, options: Any) -> None:

@@ -28,6 +28,8 @@ class MicroBatchesAddUp(Law):
         steps = trial.steps
         if len(steps) < 2:
             return not_checked("the step has one backward pass")
+        if any(step.constants[index].requires_grad for step in steps for index in step.constants_of_passes()):
+            return not_checked("a backward pass is made for the gradients of inputs")
         if lost := _lost(trial):
             return broken(f"the update has the gradient of the last {lost} of {len(steps)} micro-batches")
         one, noise = trial.gradient(), trial.gradient_noise
@@ -100,9 +102,9 @@ def _are_of_different_losses(steps: list[RecordedStep]) -> bool:
         for step in (first, second)
     ]
     for one, other in zip(*targets, strict=False):
-        if bool((one == one.flatten()[0]).all()) and bool((other == other.flatten()[0]).all()):
-            if one.flatten()[0] != other.flatten()[0]:
-                return True
+        values = one.unique(), other.unique()
+        if len(values[0]) == len(values[1]) == 1 and values[0] != values[1]:
+            return True
     outputs = [item for item in first.outputs.values() if item.ndim]
     return any(
         one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""The law on micro-batches in custom loops: wrong accumulation, and several backward passes that are none."""
+"""The law on micro-batches in custom loops: wrong accumulation, and backward passes of separate losses."""
 
 from collections.abc import Callable
 from pathlib import Path
