@@ -30,6 +30,8 @@ is 0 if no law is broken, 1 if one is, and 2 if none could be tried.
 """
 EVERY = 4
 """Steps between two batches on which laws are tried: steps 1, 5, 9, …"""
+SYMPTOMS = ("every_parameter_learns", "input_matters", "loss_starts_at_chance", "one_batch_can_be_learned")
+"""Laws whose break may follow from that of another one; broken ones are listed last, in this order."""
 FILE = "laws.json"
 ALONE = "LOOPSCOPE_WATCH_ALONE"
 """The variable with which ranks that a model does not show are attached one by one."""
@@ -195,8 +197,13 @@ def _bounded(content: Mapping[str, Any], most: int = 4096) -> str:
 
 
 def _sorted(laws: Sequence[Mapping[str, Any]], verdicts: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return the laws in the order of their verdicts."""
-    return [law for verdict in verdicts for law in laws if law["verdict"] == verdict]
+    """Return the laws in the order of their verdicts, causes before symptoms."""
+    return sorted(laws, key=lambda law: (verdicts.index(law["verdict"]), _place(law)))
+
+
+def _place(law: Mapping[str, Any]) -> int:
+    is_symptom = law["verdict"] == "broken" and law["law"] in SYMPTOMS
+    return SYMPTOMS.index(law["law"]) + 1 if is_symptom else 0
 
 
 def _write_table(laws: Sequence[Mapping[str, Any]]) -> None:

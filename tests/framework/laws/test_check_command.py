@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from loopscope.cli import main
+from loopscope.cli.check import _sorted
 
 pytestmark = pytest.mark.process
 LOOPSCOPE = Path(sys.executable).parent / "loopscope"
@@ -72,3 +73,10 @@ def test_impossible_checks_are_refused(words: list[str], sentence: str, capfd: p
     shown = capfd.readouterr().err
     assert sentence in shown
     assert "Traceback" not in shown
+
+
+def test_symptoms_follow_causes() -> None:
+    broken = ["one_batch_can_be_learned", "input_matters", "rows_do_not_mix"]
+    laws = [{"law": name, "verdict": "broken"} for name in broken] + [{"law": "future_is_not_seen", "verdict": "holds"}]
+    ordered = [law["law"] for law in _sorted(laws, ("broken", "not checked", "holds"))]
+    assert ordered == [*reversed(broken), "future_is_not_seen"]
