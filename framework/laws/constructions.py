@@ -13,7 +13,10 @@ from ..preserved_streams import preserved_streams
 from .rows import UndecidedError
 
 NOTED = "_loopscope_arguments"
-"""The attribute of ``nn.Module`` with the arguments by module, which ``watch_site/sitecustomize.py`` sets."""
+"""The attribute of ``nn.Module`` with a weak reference and the arguments of each module, by the module's id.
+
+``watch_site/sitecustomize.py`` sets it.
+"""
 SEED = 20250607
 """Another seed than that of the script, so that numbers drawn by a constructor differ."""
 MOST_PARAMETERS = 300_000_000
@@ -40,11 +43,11 @@ def constructed_again(module: nn.Module) -> nn.Module:
 
 
 def _new(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
-    noted: Mapping[nn.Module, Any] = getattr(nn.Module, NOTED, {})
+    noted: Mapping[int, Any] = getattr(nn.Module, NOTED, {})
     if id(module) not in known:
-        if module not in noted:
+        if id(module) not in noted:
             raise UndecidedError("the arguments of its constructor are unknown")
-        inputs, options = noted[module]
+        inputs, options = noted[id(module)][1]
         made = type(module)(*_copied(inputs, known), **_copied(options, known))
         assert isinstance(made, nn.Module)
         known[id(module)] = made

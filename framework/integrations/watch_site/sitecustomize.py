@@ -131,9 +131,10 @@ def _before_training(owner: Any, name: str) -> None:
 def _note_arguments(base: Any) -> None:
     """Note the arguments with which every module is constructed."""
     from inspect import getargvalues
-    from weakref import WeakKeyDictionary
+    from weakref import ref
 
-    noted: Any = WeakKeyDictionary()
+    noted: dict[int, Any] = {}
+    """By the id of the module, which may define a hash of its contents, or none."""
     base._loopscope_arguments = noted
     initialise = base.__init__
 
@@ -146,15 +147,21 @@ def _note_arguments(base: Any) -> None:
                 break
             frame, outermost = frame.f_back, frame  # type: ignore[assignment]
         function = type(self).__init__
-        if outermost is None or getattr(function, "__code__", None) is not outermost.f_code or self in noted:
+        if outermost is None or getattr(function, "__code__", None) is not outermost.f_code or id(self) in noted:
             return
         names, rest, options, values = getargvalues(outermost)
         count = outermost.f_code.co_argcount
         inputs = [values[name] for name in names[1:count] if name in values]
         named = {name: values[name] for name in names[count:] if name in values}
-        noted[self] = (*inputs, *values.get(rest or "", ())), {**named, **values.get(options or "", {})}
+        arguments = (*inputs, *values.get(rest or "", ())), {**named, **values.get(options or "", {})}
+        forget = functools.partial(_forget, noted, id(self))
+        noted[id(self)] = ref(self, forget), arguments
 
     base.__init__ = wrapper
+
+
+def _forget(noted: dict[int, Any], key: int, _: object) -> None:
+    noted.pop(key, None)
 
 
 class _Loader:
