@@ -22,9 +22,9 @@ from tests.benchmarks.timing import Spread, Turns, difference, in_slices, ratio
 from tests.support.processes import own_process
 
 TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32}
-SLOW_BENCHMARKS = ("each", "overflow", "lowbit", "others", "ranks", "checkpoints", "tied", "health", "attach")
+SLOW_BENCHMARKS = ("each", "overflow", "lowbit", "others", "ranks", "checkpoints", "tied", "health", "attach", "whole")
 """Benchmarks that together take three minutes and whose code other tests also run."""
-WITHOUT_BARS = ("each", "others", "record")
+WITHOUT_BARS = ("each", "others", "record", "whole")
 ROWS = {
     "each": "activations attention_logits first_nonfinite matrix_updates moe_router optimizer_health output_logits "
     "parameter_norms qk_clip token_loss training_checks"

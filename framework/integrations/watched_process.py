@@ -209,7 +209,7 @@ class WatchedProcess:
         Raises:
             SystemExit: unless the command continues after the check.
         """
-        from ..laws.lost_optimizer import report_lost_optimizer
+        from ..laws import report_lost_optimizer
 
         with_gradients = [item for one in self._unrelated for item in one.parameters() if item.grad is not None]
         modules = modules_over(with_gradients) if with_gradients else []

@@ -1,6 +1,7 @@
 """Laws that every training obeys, tried on its first steps: the recording of a step, trials, and the laws."""
 
 from .law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from .lost_optimizer import report_lost_optimizer
 from .recording import Recording
 from .session import LawCheck
 from .trial import Evaluation, Trial, distance
@@ -17,4 +18,5 @@ __all__ = [
     "distance",
     "holds",
     "not_checked",
+    "report_lost_optimizer",
 ]

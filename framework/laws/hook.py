@@ -28,14 +28,12 @@ from ..observing import optimizers_over
 from ..state import RandomStreams
 from .law import broken, holds
 from .recording import Recording
-from .session import LawCheck, as_content
+from .session import FILE, LEARNS, LawCheck, as_content
 from .training_watch import TrainingWatch
 from .trial import Trial
 
-FILE = "laws.json"
 NEVER = 10**9
 EVALUATION = "evaluation_changes_nothing"
-LEARNS = "every_parameter_learns"
 ADD_UP = "micro_batches_add_up"
 NEAR = 1e-6
 LEAST_UPDATES = 4

@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import listed
-from .hook import FILE, LEARNS
 from .law import broken
-from .session import LawCheck, as_content
+from .session import FILE, LEARNS, LawCheck, as_content
 
 
 def report_lost_optimizer(modules: Iterable[nn.Module], options: Mapping[str, Any], out: str) -> bool:

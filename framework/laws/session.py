@@ -9,6 +9,10 @@ from .law import Law, LawRegistry, LawVerdict, Outcome, not_checked
 from .rows import UndecidedError
 from .trial import Trial
 
+FILE = "laws.json"
+"""The name of the file with the results, in the folder of the run."""
+LEARNS = "every_parameter_learns"
+
 
 class LawCheck:
     """The outcomes of laws at the steps that were tried."""

@@ -13,8 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..errors import listed
 from ..isolation import VISITS
-from ..observing import PassiveListener, listen, stop_listening
-from ..observing.places import place
+from ..observing import PassiveListener, listen, place, stop_listening
 from ..state import Transient
 from .recorded_step import factors_of
 from .values import tensors_within

@@ -10,12 +10,14 @@ from .found_parts import (
     wrapped_by,
 )
 from .loader_waits import stop_timing, time_loaders
+from .places import place
 
 __all__ = [
     "PassiveListener",
     "listen",
     "modules_over",
     "optimizers_over",
+    "place",
     "referred_by_callers",
     "scaler_in_use",
     "schedulers_of",

@@ -46,8 +46,8 @@ from tests.benchmarks.whole_runs import whole_runs
 
 DATA = Path(__file__).parents[2] / "docs" / "data" / "benchmarks.txt"
 BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Shown]]]]] = {
-    "whole": ("What it costs you", (whole_runs,)),
     "others": ("Side by side", (side_by_side, as_they_do_them, watch)),
+    "whole": ("What it costs you", (whole_runs,)),
     "loop": ("The loop", (loop_cost,)),
     "attach": ("Custom training loops and trainers", (bare_attach, trainers)),
     "fire": ("Observers", (empty_dispatch, observers_per_dispatch, cost_per_tensor, observers_in_the_loop)),

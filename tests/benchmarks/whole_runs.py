@@ -109,6 +109,7 @@ def _cost(command: Sequence[str]) -> Cost:
         begin = time.perf_counter()
         process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=environment)
         _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
         wall = time.perf_counter() - begin
         if status:
             output.seek(0)
