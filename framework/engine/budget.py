@@ -32,7 +32,7 @@ MOST = 2**10
 LEAST_PART = 0.2
 """The part of the budget that hooks may use even if what no schedule can thin has used up the budget."""
 RELAXED = 0.75
-"""The part of the budget that relaxed schedules must fit, so that schedules do not change to and fro."""
+"""The part of the budget that relaxed schedules must fit, so that schedules do not change back and forth."""
 PAYBACK = 512
 """Steps within which time above the budget is saved again."""
 CHECKED_CALLS = 3
