@@ -198,7 +198,8 @@ def _bounded(content: Mapping[str, Any], most: int = 4096) -> str:
 
 def _sorted(laws: Sequence[Mapping[str, Any]], verdicts: Sequence[str]) -> list[Mapping[str, Any]]:
     """Return the laws in the order of their verdicts, causes before symptoms."""
-    return sorted(laws, key=lambda law: (verdicts.index(law["verdict"]), _place(law)))
+    by_place = sorted(laws, key=_place)
+    return [law for verdict in verdicts for law in by_place if law["verdict"] == verdict]
 
 
 def _place(law: Mapping[str, Any]) -> int:

@@ -36,7 +36,7 @@ class _Moment(NamedTuple):
 
 
 @dataclass
-class Update:
+class UpdatePasses:
     """The backward passes before an update of the weights."""
 
     passes: list[_Moment] = field(default_factory=list)
@@ -73,7 +73,7 @@ class TrainingWatch(PassiveListener, Transient):
         self._usually_adds_up = False
         self._newest: _Moment | None = None
         """The start of the newest pass with gradients."""
-        self._update = Update()
+        self._update = UpdatePasses()
         self.counts: list[tuple[int, tuple[float, ...]]] = []
         """For each update the number of backward passes, and the factors of the loss."""
         self.clipping: tuple[float, float] | None = None
@@ -169,7 +169,7 @@ class TrainingWatch(PassiveListener, Transient):
 
     def _judge(self) -> None:
         """Compare the state at the start of the newest pass before an update with that of the update before."""
-        update, self._update = self._update, Update()
+        update, self._update = self._update, UpdatePasses()
         if not update.passes:
             return
         now, is_input_pass = update.passes[-1], self._adds_input_pass(update)
@@ -185,7 +185,7 @@ class TrainingWatch(PassiveListener, Transient):
         self._is_seeded = self._is_evaluated_with_seed = False
         self._last = now
 
-    def _adds_input_pass(self, update: Update) -> bool:
+    def _adds_input_pass(self, update: UpdatePasses) -> bool:
         """Return whether a pass of an evaluation, or for the gradients of its inputs, has added to those of weights.
 
         All updates before had one backward pass. One for the same rows, such as that of a penalty, is no evaluation.
