@@ -132,7 +132,9 @@ class EntropyCollapse(Detector):
         name, sign = ("entropy", 1.0) if "entropy" in numbers else ("negative_entropy", -1.0)
         curve = numbers.curve(name)
         entropy = sign * curve.values
-        if len(entropy) < FEWEST:
+        # Models that imitate given texts, in SFT and DPO, become certain by learning.
+        explores = any(common in numbers for common in ("reward", "approx_kl", "clip_fraction"))
+        if len(entropy) < FEWEST or not explores:
             return
         start, end = median_of(entropy[:5]), median_of(entropy[-max(5, len(entropy) // 10) :])
         if not (start > 0 and 0 <= end < self.share * start):

@@ -61,6 +61,7 @@ SOUND: dict[str, Course] = {
     },
     "dqn": {"rollout/ep_rew_mean": line(22, 9.5, 0.5), "rollout/exploration_rate": line(1, 0.05)},
     "continuous": {"rollout/ep_rew_mean": line(-1500, -200, 40), "train/entropy_loss": line(-1.4, 0.6)},
+    "sft": {"entropy": line(3, 0.1), "mean_token_accuracy": line(0.2, 0.9)},
     "dpo": {"rewards/chosen": line(0, -1, 0.1), "rewards/rejected": line(0, -3, 0.1)},
 }  # fmt: skip
 
