@@ -28,11 +28,13 @@ class InputMatters(Law):
                 return broken(f"outputs see {name}, with which the loss compares them: nothing else is needed", {name})
         order = torch.arange(trial.rows).roll(1)
         every = trial.with_rows(order)
-        changed = {
+        different = {
             index: value
             for index, value in every.items()
-            if index in trial.inputs and not torch.equal(value, trial.inputs[index]) and not is_mask(value)
+            if index in trial.inputs and not torch.equal(value, trial.inputs[index])
         }
+        # Without other inputs, those of zeros and ones are pictures or codes, and no masks.
+        changed = {index: value for index, value in different.items() if not is_mask(value)} or different
         if not changed:
             targets = any(not torch.equal(value, trial.step.constants[index]) for index, value in every.items())
             return broken("all rows have equal inputs", {"all"}) if targets else not_checked("all rows are equal")
