@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from .recorded_step import RecordedStep
+from .recorded_step import Constant, RecordedStep
+
+LOOKUPS = frozenset({"__getitem__", "index_select", "gather", "take", "take_along_dim"})
 
 
 class UndecidedError(Exception):
@@ -51,13 +53,13 @@ class Rows:
         inputs = {index: step.constants[index] for index in step.constants_of_passes() if step.constants[index].ndim}
         dimension, is_certain = _dimension(step, inputs, model)
         count = _common_length(inputs, dimension)
-        layouts = {}
+        layouts, tables = {}, _tables(step)
         is_new = len(earlier) == len(step.constants) and not all(
             _is_same(earlier[item], inputs[item]) for item in inputs
         )
         for index, tensor in enumerate(step.constants):
             is_place = is_new and index not in inputs and not _are_positions(tensor, count)
-            if is_place and _is_same(earlier[index], tensor):
+            if index in tables or (is_place and _is_same(earlier[index], tensor)):
                 continue
             layout = _layout(tensor, count, dimension, step, inputs, is_input=index in inputs)
             if layout is not None:
@@ -80,6 +82,16 @@ class Rows:
         if layout in (RowLayout.COPIES, RowLayout.FLAT_SECOND):
             return tensor.reshape(-1, self.count, *tensor.shape[1:])[:, order].reshape(tensor.shape)
         return tensor[order]
+
+
+def _tables(step: RecordedStep) -> set[int]:
+    """Return the constants from which a script takes the rows of its batch by their numbers, such as all targets."""
+    found = set()
+    for call in step.derivations:
+        items = step.items_of(call)
+        if call.name in LOOKUPS and len(items) > 1 and all(isinstance(item, Constant) for item in items[:2]):
+            found.add(items[0].index)
+    return found
 
 
 def _lengths(inputs: Mapping[int, Tensor], dimension: int) -> set[int]:

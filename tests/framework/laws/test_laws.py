@@ -220,6 +220,28 @@ def test_check_leaves_training_as_it_was() -> None:
     assert not torch.nn.modules.module._has_any_global_hook()
 
 
+def test_targets_are_taken_by_numbers_of_rows() -> None:
+    """A table of all targets, of which the loss takes those of the batch after the pass, has no rows of the batch."""
+    torch.manual_seed(0)
+    table, targets = torch.randn(400, 6), torch.randint(0, 3, (400,))
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(table[batch["numbers"]]), targets[batch["numbers"]])
+
+    names = ["halves_make_a_whole", "order_does_not_matter"]
+    check_training(nn.Linear(6, 3), loss, {"numbers": torch.randint(0, 400, (40,))}, laws=names)
+
+
+def test_pictures_of_zeros_and_ones_are_inputs() -> None:
+    torch.manual_seed(0)
+    pictures = torch.randint(0, 2, (16, 20)).float()
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    check_training(nn.Linear(20, 3), loss, {"x": pictures, "y": torch.arange(16) % 3}, laws=["input_matters"])
+
+
 def test_unknown_law_is_refused() -> None:
     with pytest.raises(UsageError, match="rows_do_not_mix"):
         check_training(Scaled(), _classified(), _batch(), laws=["rows_do_not_mx"])
