@@ -223,13 +223,13 @@ def test_check_leaves_training_as_it_was() -> None:
 def test_targets_are_taken_by_numbers_of_rows() -> None:
     """A table of all targets, of which the loss takes those of the batch after the pass, has no rows of the batch."""
     torch.manual_seed(0)
-    table, targets = torch.randn(400, 6), torch.randint(0, 3, (400,))
+    table, targets = torch.randn(400, 10), torch.randint(0, 3, (400,))
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(table[batch["numbers"]]), targets[batch["numbers"]])
 
     names = ["halves_make_a_whole", "order_does_not_matter"]
-    check_training(nn.Linear(6, 3), loss, {"numbers": torch.randint(0, 400, (40,))}, laws=names)
+    check_training(nn.Linear(10, 3), loss, {"numbers": torch.randint(0, 400, (40,))}, laws=names)
 
 
 def test_pictures_of_zeros_and_ones_are_inputs() -> None:
