@@ -66,7 +66,7 @@ def _try_laws(folder: Path, findings: Sequence[Finding], train_again: TrainAgain
 
 def _with_laws(diagnosis: Diagnosis, results: Mapping[str, Mapping[str, Any]]) -> Diagnosis:
     """Return the diagnosis with what laws have shown: a finding whose law is broken is certain."""
-    findings, proven = [], []
+    findings, tried = [], []
     for finding in diagnosis:
         if result := results.get(finding.law):
             verdict, evidence = result["verdict"], result.get("evidence", "")
@@ -74,7 +74,7 @@ def _with_laws(diagnosis: Diagnosis, results: Mapping[str, Mapping[str, Any]]) -
             text = f"{verdict} at step {result['step']}" if is_broken else verdict
             confidence = max(finding.confidence, PROVEN) if is_broken else finding.confidence
             finding = replace(finding, law_result=f"{text}: {evidence}" if evidence else text, confidence=confidence)
-            proven.append(f"{finding.id} was not tested")
+            tried.append(f"{finding.id} was not tested")
         findings.append(finding)
-    untested = [sentence for sentence in diagnosis.untested if not sentence.startswith(tuple(proven))]
+    untested = [sentence for sentence in diagnosis.untested if not sentence.startswith(tuple(tried))]
     return replace(diagnosis, findings=ranked(findings), untested=untested)

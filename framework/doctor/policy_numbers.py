@@ -22,10 +22,10 @@ COMMON_NAMES: Mapping[str, tuple[str, ...]] = {
     "rejected_reward": (r"rewards/rejected",),
     "kl": (r"kl", r"objective/kl", r"kl_ref", r"ref_kl", r"actor/kl_loss", r"kl_to_reference", r"mean_kl"),
     "approx_kl": (
-        r"(.*/)?approx_?kl(_avg|_v2)?", r"actor/ppo_kl", r"kl_approx", r"policy_kl", r"(.*/)?old_policy_kl",
+        r"(.*/)?approx_?kl(_avg|_v2)?", r"actor/ppo_kl", r"(.*/)?kl_approx", r"policy_kl", r"(.*/)?old_policy_kl",
     ),
-    "entropy": (r"(.*/)?(policy_?)?entropy(_avg|_mean)?", r"objective/entropy", r"entropy/mean"),
-    "negative_entropy": (r"(.*/)?entropy_loss",),
+    "entropy": (r"(.*/)?(policy_?)?entropy(_avg|_mean)?", r"objective/entropy", r"entropy/mean", r"actor/entropy_loss"),
+    "negative_entropy": (r"entropy_loss",),
     "clip_fraction": (
         r"clip_ratio(/region_mean)?", r"(.*/)?clip_?frac(tion)?(_avg)?", r"actor/pg_clipfrac",
     ),
@@ -41,7 +41,8 @@ COMMON_NAMES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Patterns of the trainers' names, without ``train/`` and ``eval/`` before them, by the common name.
 
-Of TRL 1.16, stable-baselines3 2.9, CleanRL, torchrl's examples, and verl 0.5, from their sources and documentation.
+Of TRL 1.16 and stable-baselines3 2.9, from what they report; of CleanRL, torchrl and verl, from public code that uses
+them.
 """
 _PATTERNS = {common: re.compile("|".join(f"(?:{item})" for item in items)) for common, items in COMMON_NAMES.items()}
 COURSE = ("reward", "kl", "approx_kl", "entropy", "negative_entropy", "length")

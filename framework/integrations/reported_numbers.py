@@ -44,6 +44,9 @@ def numbers_of_call(kind: str, inputs: tuple[Any, ...], options: Mapping[str, An
     {'loss': 0.5}
     >>> numbers_of_call("wandb.sdk.wandb_run.log", ({"loss": 0.5},), {})
     {'loss': 0.5}
+    >>> from types import SimpleNamespace as Logger
+    >>> numbers_of_call("stable_baselines3.common.logger.dump", (Logger(name_to_value={"train/loss": 0.5}), 10), {})
+    {'train/loss': 0.5}
     """
     if kind == "stable_baselines3.common.logger.dump":
         return dict(inputs[0].name_to_value)

@@ -5,6 +5,7 @@ Levels are compared with those at the start of the same run: the median of the f
 
 import math
 from collections.abc import Iterable
+from typing import ClassVar
 
 import numpy as np
 
@@ -15,6 +16,30 @@ from ..policy_numbers import LENGTHS_OF_EPISODES, PolicyNumbers
 
 FEWEST = 10
 """Points of a curve from which on its course is judged."""
+
+
+class _HighLevel(Detector):
+    """Finds a reported number whose last tenth is above a limit; subclasses are rows of attributes."""
+
+    common: ClassVar[str]
+    """The common name of the number."""
+    limit: ClassVar[str]
+    """The name of the threshold."""
+    why: ClassVar[str]
+    """The sentence of the finding; ``{value}`` stands for the level."""
+    remedy: ClassVar[str]
+    usual: ClassVar[str]
+    needs = ()
+    waits = True
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding from five reports on, since the step after which most are above the limit."""
+        numbers, limit = PolicyNumbers(history), getattr(self, self.limit)
+        curve, level = numbers.curve(self.common), numbers.curve(self.common).end_level()
+        if len(curve) >= 5 and level > limit:
+            since = int(curve.steps[_start_of_streak(curve.values > limit)])
+            evidence = Evidence(numbers.name(self.common), curve.last, limit, self.usual)
+            yield self.finding("warning", since, self.why.format(value=level), self.remedy, evidence, confidence=0.85)
 
 
 @DetectorRegistry.register
@@ -204,7 +229,7 @@ class KLRunaway(Detector):
 
 
 @DetectorRegistry.register
-class RatiosClipped(Detector):
+class RatiosClipped(_HighLevel):
     """Finds updates most of whose ratios are clipped.
 
     Symptom: The reward of a policy does not rise, or falls
@@ -220,23 +245,12 @@ class RatiosClipped(Detector):
     name = "ratios-clipped"
     stage = "updates"
     share = Threshold(0.5, "of the ratios; 0.05 to 0.3 are usual")
-    needs = ()
-    waits = True
-
-    def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if most ratios of the last rollouts are clipped."""
-        numbers = PolicyNumbers(history)
-        curve = numbers.curve("clip_fraction")
-        if len(curve) >= 5 and curve.end_level() > self.share:
-            yield self.finding(
-                "warning",
-                int(curve.steps[_start_of_streak(curve.values > self.share)]),
-                f"{curve.end_level():.0%} of the ratios of new to old probabilities are clipped, and have no gradient: "
-                "the updates on one rollout move the policy too far.",
-                "Lower the learning rate, or take fewer epochs or larger batches per rollout.",
-                Evidence(numbers.name("clip_fraction"), curve.last, self.share, "0.05 to 0.3"),
-                confidence=0.85,
-            )
+    common, limit, usual = "clip_fraction", "share", "0.05 to 0.3"
+    why = (
+        "{value:.0%} of the ratios of new to old probabilities are clipped, and have no gradient: the updates on one "
+        "rollout move the policy too far."
+    )
+    remedy = "Lower the learning rate, or take fewer epochs or larger batches per rollout."
 
 
 @DetectorRegistry.register
@@ -403,7 +417,7 @@ class RewardFalls(Detector):
 
 
 @DetectorRegistry.register
-class SamplerDiffers(Detector):
+class SamplerDiffers(_HighLevel):
     """Finds a sampler whose probabilities differ from those of the trainer.
 
     Symptom: The outputs of a policy become nonsense, longer or alike
@@ -419,23 +433,12 @@ class SamplerDiffers(Detector):
     name = "sampler-differs"
     stage = "set-up"
     gap = Threshold(0.1, "nats per token on average; bfloat16 gives 0.005 to 0.03")
-    needs = ()
-    waits = True
-
-    def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the newest differences are larger than those of rounding."""
-        numbers = PolicyNumbers(history)
-        curve = numbers.curve("sampler_gap")
-        if len(curve) >= 5 and curve.end_level() > self.gap:
-            yield self.finding(
-                "warning",
-                int(curve.steps[_start_of_streak(curve.values > self.gap)]),
-                f"Sampler and trainer differ by {curve.end_level():.2g} nats per token on average, more than rounding "
-                "gives: the completions come from another policy than the one that is trained.",
-                "Synchronise the sampler's weights after each update, and compare precision, temperature and template.",
-                Evidence(numbers.name("sampler_gap"), curve.last, self.gap, "0.005 to 0.03"),
-                confidence=0.85,
-            )
+    common, limit, usual = "sampler_gap", "gap", "0.005 to 0.03"
+    why = (
+        "Sampler and trainer differ by {value:.2g} nats per token on average, more than rounding gives: the "
+        "completions come from another policy than the one that is trained."
+    )
+    remedy = "Synchronise the sampler's weights after each update, and compare precision, temperature and template."
 
 
 @DetectorRegistry.register

@@ -130,7 +130,6 @@ def _before_training(owner: Any, name: str) -> None:
 
 def _note_arguments(base: Any) -> None:
     """Note the arguments with which every module is constructed."""
-    from inspect import getargvalues
     from weakref import ref
 
     noted: dict[int, Any] = {}
@@ -141,23 +140,34 @@ def _note_arguments(base: Any) -> None:
     @functools.wraps(initialise)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         initialise(self, *args, **kwargs)
-        frame, outermost = sys._getframe(1), None
-        while frame is not None and frame.f_code.co_name == "__init__":
-            if next(iter(frame.f_locals.values()), None) is not self:
-                break
-            frame, outermost = frame.f_back, frame  # type: ignore[assignment]
-        function = type(self).__init__
-        if outermost is None or getattr(function, "__code__", None) is not outermost.f_code or id(self) in noted:
+        if id(self) in noted:
             return
-        names, rest, options, values = getargvalues(outermost)
-        count = outermost.f_code.co_argcount
-        inputs = [values[name] for name in names[1:count] if name in values]
-        named = {name: values[name] for name in names[count:] if name in values}
-        arguments = (*inputs, *values.get(rest or "", ())), {**named, **values.get(options or "", {})}
-        forget = functools.partial(_forget, noted, id(self))
-        noted[id(self)] = ref(self, forget), arguments
+        try:
+            if (arguments := _arguments_of(self, sys._getframe(1))) is not None:
+                noted[id(self)] = ref(self, functools.partial(_forget, noted, id(self))), arguments
+        except Exception:  # such as of arguments that a constructor has replaced: the module is not constructed again
+            pass
 
     base.__init__ = wrapper
+
+
+def _arguments_of(module: Any, frame: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of a module's constructor, which is one of the callers; ``None`` if it is not found."""
+    from inspect import getargvalues
+
+    outermost = None
+    while frame is not None and frame.f_code.co_name == "__init__":
+        if next(iter(frame.f_locals.values()), None) is not module:
+            break
+        frame, outermost = frame.f_back, frame
+    own_code: Any = getattr(type(module).__init__, "__code__", None)
+    if outermost is None or outermost.f_code is not own_code:
+        return None
+    names, rest, options, values = getargvalues(outermost)
+    count = outermost.f_code.co_argcount
+    inputs = [values[name] for name in names[1:count] if name in values]
+    named = {name: values[name] for name in names[count:] if name in values}
+    return (*inputs, *values.get(rest or "", ())), {**named, **values.get(options or "", {})}
 
 
 def _forget(noted: dict[int, Any], key: int, _: object) -> None:

@@ -94,6 +94,7 @@ def test_equal_rewards_explain_missing_gradients() -> None:
         ("reward", "reward"), ("train/reward", "reward"), ("rollout/ep_rew_mean", "reward"), ("objective/kl", "kl"),
         ("train/approx_kl", "approx_kl"), ("losses/approx_kl", "approx_kl"), ("policy/approxkl_avg", "approx_kl"),
         ("losses/clipfrac", "clip_fraction"), ("policy/entropy_avg", "entropy"), ("losses/entropy", "entropy"),
+        ("train/entropy_loss", "negative_entropy"), ("actor/entropy_loss", "entropy"), ("batch/kl_approx", "approx_kl"),
         ("charts/episodic_return", "reward"), ("losses/explained_variance", "explained_variance"),
         ("response_length/clip_ratio", "truncated"), ("loss", ""), ("eval_reward", ""), ("learning_rate", ""),
     ],

@@ -26,7 +26,13 @@ class Metric(nn.Module):  # as in torchmetrics: it has no hash before its constr
         return hash(self.states)
 
 
-metric = Metric()
+class Configured(nn.Linear):
+    def __init__(self, *sizes, **options):
+        sizes, options, given = None, None, sizes
+        super().__init__(*given)
+
+
+metric, configured = Metric(), Configured(2, 3)
 torch.manual_seed(0)
 parts = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)]
 model = nn.Sequential(*parts)
