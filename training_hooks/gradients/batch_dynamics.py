@@ -93,7 +93,7 @@ class BatchDynamics(TrainingHook):
         history: number of consecutive gradients to keep, which is also the length of a burst in steps.
         every: steps from the start of one burst to the start of the next; more than ``history``.
         projection: dimensions of the random projection, a power of two; 0 keeps the gradients themselves.
-        memory: the most MiB that the gradients may take.
+        memory: the most MiB that the gradients may take; by default as many as the trained parameters, at least 128.
     """
 
     name = "batch_dynamics"
@@ -103,7 +103,7 @@ class BatchDynamics(TrainingHook):
     _step = Remembered(int)
     metrics = "".join(LAG_ROWS + WINDOW_ROWS) + RANK
 
-    def __init__(self, *, history: int = 60, every: int = 2000, projection: int = 0, memory: int = 1024) -> None:
+    def __init__(self, *, history: int = 60, every: int = 2000, projection: int = 0, memory: int | None = None) -> None:
         require(history >= 2, f"batch_dynamics.history is {history}; lag 1 needs at least 2 gradients.")
         limit = f"batch_dynamics.history, the length of a burst ({history} steps)"
         require(every > history, f"batch_dynamics.every is {every}; it must be more than {limit}.")

@@ -13,6 +13,7 @@ CHUNK = 2**18  # elements that are hashed at once
 SMALLEST = 64  # dimensions of a sketch
 COLUMNS = 8192  # the least number of columns in one float32 product
 MIB = 2**20
+LEAST_LIMIT = 128  # MiB that kept gradients may take with any model: 60 gradients of half a million elements
 
 
 def check_dimensions(option: str, dimensions: int) -> None:
@@ -171,18 +172,22 @@ class GradientHistory(Remembering):
         return torch.finfo(torch.float32 if self._rows is None else self._rows.dtype).eps
 
 
-def check_memory(hook: str, memory: int, rows: int, model: nn.Module, projection: int) -> None:
+def check_memory(hook: str, memory: int | None, rows: int, model: nn.Module, projection: int) -> None:
     """Check that ``rows`` gradients of a model take at most ``memory`` MiB.
+
+    By default they take at most as much as the trained parameters, or 128 MiB if that is more.
 
     Raises:
         UnsuitableError: if they take more.
     """
     space = FlatSpace(trainable(model))
-    needed = rows * (projection * 4 or space.size * space.dtype.itemsize) / MIB
-    if needed > memory:
+    size = space.size * space.dtype.itemsize / MIB
+    needed = rows * (projection * 4 / MIB or size)
+    limit = max(LEAST_LIMIT, round(size)) if memory is None else memory
+    if needed > limit:
         raise UnsuitableError(
             f"Hook {hook!r} keeps {rows} gradients, which take {needed:,.0f} MiB for this model, but {hook}.memory "
-            f"allows {memory}; project them with {hook_option_text(hook, projection=16384)} ({rows / 16:.1f} MiB), or "
+            f"allows {limit:,}; project them with {hook_option_text(hook, projection=16384)} ({rows / 16:.1f} MiB), or "
             f"raise the limit with {hook_option_text(hook, memory='N')}."
         )
 

@@ -81,7 +81,7 @@ class SubspaceGradientInfo(TrainingHook):
         top: dimensions of the subspace; 10 is the number of classes in most of Gur-Ari's experiments.
         every: steps between two gradients.
         projection: dimensions of the random projection, a power of two; 0 keeps the gradients themselves.
-        memory: the most MiB that the gradients may take.
+        memory: the most MiB that the gradients may take; by default as many as the trained parameters, at least 128.
     """
 
     name = "subspace_gradient_info"
@@ -109,7 +109,7 @@ class SubspaceGradientInfo(TrainingHook):
     """
 
     def __init__(
-        self, *, window: int = 20, top: int = 10, every: int = 100, projection: int = 0, memory: int = 1024
+        self, *, window: int = 20, top: int = 10, every: int = 100, projection: int = 0, memory: int | None = None
     ) -> None:
         values = f"subspace_gradient_info.top is {top} and window is {window}"
         limits = "window must be at least 2, and top must be in 1..window"

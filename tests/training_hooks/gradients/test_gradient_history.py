@@ -154,3 +154,14 @@ def test_oversized_history_is_refused_with_a_remedy():
         check_memory("some", 10, 11, model, 0)
     with pytest.raises(UnsuitableError, match="take 12 MiB"):
         check_memory("some", 10, 6, model.double(), 0)
+
+
+def test_default_memory_grows_with_model() -> None:
+    """128 MiB with small models, and with larger ones as much as the parameters."""
+    small, large = (nn.Linear(2**power, 1, bias=False, device="meta") for power in (20, 27))
+    check_memory("some", None, 32, small, 0)
+    with pytest.raises(UnsuitableError, match=r"132 MiB .* some.memory allows 128"):
+        check_memory("some", None, 33, small, 0)
+    check_memory("some", None, 1, large, 0)
+    with pytest.raises(UnsuitableError, match=r"1,024 MiB .* some.memory allows 512"):
+        check_memory("some", None, 2, large, 0)
