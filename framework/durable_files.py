@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from .errors import LoopscopeError, UsageError, library_warnings_ignored, require
 
@@ -45,6 +43,8 @@ def save_tensors(content: Any, path: Path) -> None:
 
 def write_tensors(content: Any, file: Any) -> None:
     """Write tensors and plain values with ``torch.save`` to an open file, which needs ``write`` and ``flush``."""
+    import torch  # here, since the readers of records need no tensors, and torch takes over a second
+
     with library_warnings_ignored():
         torch.save(content, file)
 
@@ -55,6 +55,8 @@ def read_tensors(source: Path | BinaryIO, *, mapped: bool = False) -> Any:
     Warnings are ignored, so that errors depend only on the bytes and not on Python's warning filters. ``mapped``
     tensors are read from the disk when they are used.
     """
+    import torch
+
     # Without ``bytes``, torch writes an empty value and then refuses to read it.
     with library_warnings_ignored(), torch.serialization.safe_globals([bytes]):
         return torch.load(source, weights_only=True, map_location="cpu", mmap=mapped)
@@ -85,7 +87,7 @@ def plain_json(value: Any) -> Any:
         return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain_json(item) for item in value]
-    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+    if isinstance(value, np.generic) or (hasattr(value, "numel") and value.numel() == 1):
         return value.item()
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from loopscope.errors import LoopscopeError, RunNotice, warn
-from loopscope.hooks import STEP_POINTS, Alert, HookPoint, MetricSink, RunInfo
+from loopscope.hooks import STEP_POINTS, Alert, HookPoint, MetricSink
 from loopscope.optional_packages import require_package
 from loopscope.runs import ReplaySink, RunRecord
 
@@ -22,6 +22,9 @@ from . import client_process
 from .client_process import ClientTask, Ending, new_run_id
 from .jsonl import JSONLSink, recorded_run
 from .record import plain
+
+if TYPE_CHECKING:
+    from loopscope.hooks import RunInfo
 
 LONGEST_WAIT = 0.8  # seconds that a run waits at its end for the client
 PATIENCE = 600.0  # seconds after which an abandoned client gives up
@@ -133,7 +136,7 @@ class ClientSink(ReplaySink):
         if isinstance(writer, ClientSink):
             self._record, self._writes = writer._record, False
 
-    def set_run_context(self, run: RunInfo) -> None:
+    def set_run_context(self, run: "RunInfo") -> None:
         """Start the strategy's record and its client."""
         self._release_client("failed")
         if self._writes:
@@ -148,7 +151,7 @@ class ClientSink(ReplaySink):
         """Return the path of the record."""
         return self._record.files()
 
-    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+    def resume(self, run: "RunInfo", position: Mapping[str, Any]) -> None:
         """Continue the record at the position, and the service's run, or start one if the position has no id."""
         self._release_client("failed")
         if self._writes:
@@ -156,7 +159,7 @@ class ClientSink(ReplaySink):
             self._record.flush()  # truncates the file before the client reads it
         self._start_client(run, position.get("run_id") or self.new_run_id(), resumed=True)
 
-    def _start_client(self, run: RunInfo, run_id: str, *, resumed: bool) -> None:
+    def _start_client(self, run: "RunInfo", run_id: str, *, resumed: bool) -> None:
         self._run_id = run_id
         self._path = run.output_dir / f"{run.strategy}.jsonl"
         if not self.check_enabled():

@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from loopscope.console import Board, Groups, NotebookOutput, make_console, newest_table, snapshot_line
-from loopscope.hooks import Alert, HookPoint, MetricSink, RunInfo, SinkRegistry
+from loopscope.hooks import Alert, HookPoint, MetricSink, SinkRegistry
 
 from .record import plain
 
 if TYPE_CHECKING:
+    from loopscope.hooks import RunInfo
     from rich.console import Console
 
 
@@ -48,7 +49,7 @@ class ConsoleSink(MetricSink):
         self._tables, self._recorded, self._shown = tables, recorded, shown
         self._board = Board(first or {})
 
-    def set_run_context(self, run: RunInfo) -> None:
+    def set_run_context(self, run: "RunInfo") -> None:
         """Start a strategy."""
         self._board.start(run)
         self._output = NotebookOutput(self._console)
@@ -57,7 +58,7 @@ class ConsoleSink(MetricSink):
         """Return the values since the last table, and the values that it showed."""
         return {name: plain(value) for name, value in self._board.position().items()}
 
-    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+    def resume(self, run: "RunInfo", position: Mapping[str, Any]) -> None:
         """Restore the values for the next table."""
         self._board.resume(run, position)
 

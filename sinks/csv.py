@@ -8,15 +8,18 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from loopscope.errors import UsageError
-from loopscope.hooks import STEP_POINTS, HookPoint, MetricInfo, RunInfo, Series, SinkRegistry
+from loopscope.hooks import STEP_POINTS, HookPoint, Series, SinkRegistry
 from loopscope.option_words import option_text
 from loopscope.runs import Record
 
 from .record import LAYOUTS, NUMBERS, POSITION, json_text
 from .run_file import FileSink, complete_lines
+
+if TYPE_CHECKING:
+    from loopscope.hooks import MetricInfo, RunInfo
 
 OTHER = "other"
 PER_PARAMETER = "/<parameter>"
@@ -27,7 +30,7 @@ WORDS: dict[str, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "T
 class Columns:
     """The column of each metric: a separate one, that of its per-parameter family, or ``other``."""
 
-    def __init__(self, infos: Mapping[str, MetricInfo]) -> None:
+    def __init__(self, infos: Mapping[str, "MetricInfo"]) -> None:
         """Derive the columns from the described metrics, by full name, in order."""
         single = {name for name in infos if not name.endswith(PER_PARAMETER)}
         column = {name: name if (family := name.removesuffix(PER_PARAMETER)) in single else family for name in infos}
@@ -98,7 +101,7 @@ class CSVSink(FileSink):
         super().__init__()
         self._columns = Columns({})
 
-    def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
+    def header(self, run: "RunInfo", position: Mapping[str, Any]) -> str:
         """Return the names of the columns; raises :class:`UsageError` for a file in an older notation."""
         if position and position.get("cells") != self.notation["cells"]:
             raise UsageError(

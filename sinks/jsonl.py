@@ -4,14 +4,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from loopscope.errors import UsageError
-from loopscope.hooks import ALERTS, STEP_POINTS, Alert, HookPoint, RunInfo, Series, SinkRegistry
+from loopscope.hooks import ALERTS, STEP_POINTS, Alert, HookPoint, Series, SinkRegistry
 from loopscope.runs import Record, RunRecord, read_status
 
 from .record import LAYOUTS, NUMBERS, POSITION, json_text
 from .run_file import FileSink, complete_lines
+
+if TYPE_CHECKING:
+    from loopscope.hooks import RunInfo
 
 
 @SinkRegistry.register
@@ -36,7 +39,7 @@ class JSONLSink(FileSink):
         """Return the names of the metrics file and the alerts file."""
         return [*super().file_names(strategy), ALERTS]
 
-    def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
+    def header(self, run: "RunInfo", position: Mapping[str, Any]) -> str:
         """Return an empty text: a JSONL file has no header."""
         return ""
 

@@ -5,13 +5,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import xxhash
 from loopscope.errors import UsageError
-from loopscope.hooks import RunInfo
 from loopscope.option_words import option_text
 from loopscope.runs import RecordSink
+
+if TYPE_CHECKING:
+    from loopscope.hooks import RunInfo
 
 CHUNK = 1 << 24
 
@@ -121,20 +123,20 @@ class FileSink(RecordSink):
         self._files: list[RunFile] = []
 
     @abstractmethod
-    def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
+    def header(self, run: "RunInfo", position: Mapping[str, Any]) -> str:
         """Return the first line of a run's first file, or an empty text.
 
         Raises:
             UsageError: if the file cannot be continued at the ``position`` of a checkpoint (empty for a new file).
         """
 
-    def set_run_context(self, run: RunInfo) -> None:
+    def set_run_context(self, run: "RunInfo") -> None:
         """Start the strategy's files."""
         self.close("")
         self._files = [RunFile(run.output_dir / name) for name in self.file_names(run.strategy)]
         self._write(self.header(run, {}))
 
-    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+    def resume(self, run: "RunInfo", position: Mapping[str, Any]) -> None:
         """Reopen the strategy's files at the position; raises :class:`UsageError` if one has changed."""
         self.close("")
         header = self.header(run, position).encode()

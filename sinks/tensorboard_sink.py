@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from loopscope.errors import require
-from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
+from loopscope.hooks import STEP_POINTS, HookPoint, Series, SinkRegistry
 from loopscope.optional_packages import require_package
 from loopscope.runs import Record, ReplaySink, RunRecord, forward_emits
 
 from .jsonl import read_jsonl, recorded_run
 
 if TYPE_CHECKING:
+    from loopscope.hooks import RunInfo
+
     from .event_file import EventFile
 
 FOLDER = "tensorboard"
@@ -47,7 +49,7 @@ class TensorBoardSink(ReplaySink):
         """Return the name of the folder of event files."""
         return [FOLDER]
 
-    def set_run_context(self, run: RunInfo) -> None:
+    def set_run_context(self, run: "RunInfo") -> None:
         """Start the strategy's event file."""
         self._begin(run.output_dir, RunRecord.of_run(run))
 
@@ -59,7 +61,7 @@ class TensorBoardSink(ReplaySink):
         """Return the path of the strategy's event file."""
         return [] if self._events is None else [self._events.file.path]
 
-    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+    def resume(self, run: "RunInfo", position: Mapping[str, Any]) -> None:
         """Reopen the strategy's event file at the position."""
         self._open(run.output_dir, run.strategy, position["step"], position)
 

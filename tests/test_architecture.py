@@ -26,6 +26,7 @@ FOLDERS = {
 }
 ORDER = (
     *(
+        "names_on_demand",
         "combined_optimizers",
         "preserved_streams",
         "interruption",

@@ -1,4 +1,4 @@
-"""The command ``loopscope hooks``: all hooks, or one hook with its metrics and options."""
+"""The commands ``loopscope hooks``, all hooks or one with its metrics and options, and ``loopscope list``."""
 
 import inspect
 import io
@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from ..console import documented, first_line, hook_list, hook_page, make_console, points_text
-from ..hooks import HookRegistry, TrainingHook, hook_options
+from ..console import documented, experiment_list, first_line, hook_list, hook_page, make_console, points_text
+from ..hooks import ExperimentRegistry, HookRegistry, TrainingHook, hook_options
 from ..hooks.selection import hook_kind
 from ..runs import allowed_words
 from .output import Kept, Output, add_output_options
@@ -73,3 +73,14 @@ def _content(hook: type[TrainingHook]) -> dict[str, Any]:
     ]
     points = points_text(hook).split(", ")
     return {**_entry(hook), "points": points, "about": paragraphs, "options": options, "metrics": metrics}
+
+
+def list_parser() -> CommandParser:
+    """Build the parser of ``loopscope list``."""
+    return CommandParser("list", "Show the experiments, their strategies and presets.")
+
+
+def list_experiments(words: Sequence[str]) -> None:
+    """List the experiments."""
+    list_parser().parse(words)
+    make_console().print(experiment_list(ExperimentRegistry))

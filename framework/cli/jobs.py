@@ -23,9 +23,8 @@ from ..interruption import ignore_signal
 from ..runs import RunFolder, Session, StrategyPlan, check_device
 from .lost_rows import require_all_rows
 from .options import Options, config_of, plain, run_options, seeds_of, typed_options, wanted_sinks
+from .parser import ONE_OF_SEVERAL
 
-ONE_OF_SEVERAL = "one-of-several"
-"""The command of a worker process: it reads its task from standard input, and stops when that is closed."""
 # Prefixes of the lines that the command prints.
 COMMAND_PREFIX = "loopscope: "
 NOTE_PREFIX, WARNING_PREFIX = f"{COMMAND_PREFIX}note: ", f"{COMMAND_PREFIX}warning: "
@@ -207,7 +206,9 @@ def train_one_of_several() -> None:
     experiment, options = typed_options(task["experiment"], task["options"])
     strategy, seed = task["of"]
     config = replace(config_of(experiment, options), seed=seed)
-    selected = replace(run_options(options), strategies=[strategy], seeds=[seed] if seeds_of(options) else [])
+    selected = replace(
+        run_options(options, experiment), strategies=[strategy], seeds=[seed] if seeds_of(options) else []
+    )
     runner = experiment(config, check_device(options["device"]))
     require_all_rows(Session(runner, selected, wanted_sinks(options), ProgressMessages()).run())
 

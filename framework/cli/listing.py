@@ -21,12 +21,11 @@ from ..console import (
 )
 from ..doctor import StepTimes, finding_lines, memory_text
 from ..errors import UsageError, counted
-from ..hooks.selection import always_on
-from ..report import FoundRun, find_runs, inspect_run
+from ..report import EVALUATED_BY, FoundRun, find_runs, inspect_run
 from ..runs import ATTACHED_RUNS, SETTINGS, ExperimentConfig, RunRecord, require, run_folders
 from .output import Output, add_output_options
 from .parser import NAMES, CommandParser, line_width
-from .run_content import changed_options, diagnosis_of, run_content, shown_content
+from .run_content import diagnosis_of, recorded_options, run_content, shown_content
 
 WIDE = 100  # columns of a terminal that shows full dates, and the longest line of text
 LARGEST_FAMILY = 3  # a family with more metrics than this is shown in one line
@@ -202,7 +201,7 @@ def _fields(run: FoundRun, *, short: bool) -> Iterator[tuple[str, str]]:
 
 
 def _option_texts(record: RunRecord) -> Iterator[str]:
-    for name, value in changed_options(record).items():
+    for name, value in recorded_options(record).items():
         yield f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
@@ -228,7 +227,7 @@ def _metrics(run: FoundRun, patterns: Sequence[str]) -> Iterator[str]:
         yield f"  metrics      {error}"
         return
     yield f"  metrics      {len(wanted):,}; number of points, first and last value of each:"
-    hooks = list(dict.fromkeys([*always_on(), *(name.partition("/")[0] for name in values)]))
+    hooks = list(dict.fromkeys([EVALUATED_BY, *(name.partition("/")[0] for name in values)]))
     longest = max(map(len, values), default=0) + len("/**")
     for name in sorted(values, key=lambda name: hooks.index(name.partition("/")[0])):
         ends = large_families.get(name, " → ".join(map(value_text, (values[name][0], values[name][-1]))))

@@ -140,8 +140,11 @@ def seeds_of(options: Options) -> list[int]:
     return options["seed"] if isinstance(options["seed"], list) else []
 
 
-def run_options(options: Options) -> RunOptions:
-    """Return the options of the run, including the recorded options that restart it."""
+def run_options(options: Options, experiment: Experiment | None = None) -> RunOptions:
+    """Return the options of the run, including the recorded options that restart it.
+
+    The ``experiment`` is that of a run with its own record, which names the options that are not the defaults.
+    """
     jobs = options["jobs"]
     require(jobs is None or jobs >= 1, f"--jobs is {jobs}; it must be at least 1.")
     return RunOptions(
@@ -151,6 +154,7 @@ def run_options(options: Options) -> RunOptions:
         hooks=[name.replace("-", "_") for name in options["hooks"]],
         hook_options=parse_hook_options(options["hook_config"]),
         recorded=plain(options),
+        changed=None if experiment is None else [*changed_options(experiment, plain(options))],
     )
 
 
@@ -162,6 +166,12 @@ def plain(options: Mapping[str, Any]) -> Options:
     """Return the options as plain values for a config file: paths as text, without None."""
     shown = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     return {name: value for name, value in shown.items() if value is not None}
+
+
+def changed_options(experiment: Experiment, options: Mapping[str, Any]) -> Options:
+    """Return the options, as plain values, that differ from the defaults or the preset."""
+    defaults = plain(run_parser(experiment, options.get("preset")).defaults)
+    return {name: value for name, value in options.items() if value != defaults.get(name)}
 
 
 def parse_hook_options(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -20,6 +20,8 @@ NAMES = list[str]  # the type of options that take one name or several
 PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 NEGATIVE_NUMBER = r"-(\d|\.\d|inf|nan)"
 FEW = 10  # an error about an unknown option lists the options of a command that has at most this many
+ONE_OF_SEVERAL = "one-of-several"
+"""The command of a worker process: it reads its task from standard input, and stops when that is closed."""
 UNBOUNDED = 10_000  # columns of output that is not a terminal, so that programs can read full names
 
 

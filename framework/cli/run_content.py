@@ -4,17 +4,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, TypedDict
 
 from ..console import final_numbers
 from ..doctor import Diagnosis, diagnose
 from ..durable_files import read_json
 from ..errors import UsageError
-from ..hooks import SEVERITIES, ExperimentRegistry
+from ..hooks import SEVERITIES
 from ..report import FoundRun
-from ..runs import SUMMARY, RunRecord, checked_fields, read_alerts, read_history
-from .options import plain
-from .run_parser import run_parser
+from ..runs import ATTACHED, SUMMARY, RunRecord, checked_fields, read_alerts, read_history
 
 
 class NotChecked(TypedDict):
@@ -75,7 +74,7 @@ def shown_content(runs: Sequence[FoundRun], patterns: Sequence[str], points: int
         counts[alert["severity"]] += not alert.get("is_over")
     content["alerts"] = counts
     if run.record is not None:
-        content |= {"options": changed_options(run.record), "hooks": list(run.record.hooks)}
+        content |= {"options": recorded_options(run.record), "hooks": list(run.record.hooks)}
     if run.summary:
         names = {"hook_errors": "hook", "sink_errors": "sink"}
         failed = {name: [error[kind] for error in run.summary.get(name, ())] for name, kind in names.items()}
@@ -138,11 +137,18 @@ def diagnosis_of(run: FoundRun) -> Diagnosis | None:
     return None
 
 
-def changed_options(record: RunRecord) -> dict[str, Any]:
+def recorded_options(record: RunRecord) -> dict[str, Any]:
     """Return the options that differ from the defaults or the preset; all options if the experiment is unknown."""
-    given, defaults = {**(record.options or record.config)}, {}
+    given = {**(record.options or record.config)}
     if isinstance(given.get("seed"), list):  # the seeds of all runs of the command
         given["seed"] = record.config.get("seed")
-    with suppress(UsageError):
-        defaults = plain(run_parser(ExperimentRegistry.get(record.experiment), given.get("preset")).defaults)
-    return {name: value for name, value in given.items() if name != "strategy" and value != defaults.get(name)}
+    if record.changed is not None:
+        given = {name: given[name] for name in record.changed if name in given}
+    elif record.experiment != ATTACHED:  # a record of an earlier version
+        from ..hooks import ExperimentRegistry
+        from .options import changed_options
+
+        import_module("loopscope.experiments")  # and with it torch
+        with suppress(UsageError):
+            given = changed_options(ExperimentRegistry.get(record.experiment), given)
+    return {name: value for name, value in given.items() if name != "strategy"}

@@ -4,14 +4,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.text import Text
 
-from ..hooks import Alert, RunInfo, Series
-from ..hooks.selection import always_on
+from ..hooks import Alert, Series
 from .grid import FALLING, FLAT, RISING, Cell, Group
 from .text import number_text, printable, shortened, value_text
+
+if TYPE_CHECKING:
+    from ..hooks import RunInfo
 
 TREND_VALUES = 3
 FLAT_BELOW = 1e-3
@@ -126,7 +128,7 @@ class Board:
 
     live_metrics: Groups = field(default_factory=dict)  # by default the metrics of hooks that are always on
     kept: int = TREND_VALUES  # stored numbers per metric
-    run: RunInfo | None = None
+    run: "RunInfo | None" = None
     epoch: int = 0
     step: int = 0
     results: list[Mapping[str, Any]] = field(default_factory=list)  # summaries of finished strategies
@@ -140,7 +142,7 @@ class Board:
         """Collect the names of the live metrics."""
         self._live_names = {name for names in self.live_metrics.values() for name in names}
 
-    def start(self, run: RunInfo) -> None:
+    def start(self, run: "RunInfo") -> None:
         """Start a strategy without values."""
         self.run, self.epoch, self.step, self.count = run, 0, 0, 0
         self.tracks.clear()
@@ -183,7 +185,7 @@ class Board:
         counts = {"count": self.count, "alerts": dict(self.alerts)}
         return {"epoch": self.epoch, "step": self.step, "tracks": tracks, **counts}
 
-    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+    def resume(self, run: "RunInfo", position: Mapping[str, Any]) -> None:
         """Restore the state of a strategy from a checkpoint."""
         self.start(run)
         # Checkpoints of older versions have another format; then the values are collected again.
@@ -197,6 +199,8 @@ class Board:
         """Whether the run has metrics to show first: those that were chosen, or those of hooks that are always on."""
         described = self.run.metric_infos if self.run else ()
         hooks = {name.partition("/")[0] for name in described}
+        from ..hooks.selection import always_on  # needs torch, unlike the rest of this module
+
         return bool(self._live_names or hooks.intersection(always_on()))
 
     def groups(self, cells: Mapping[str, Cell]) -> tuple[list[Group], list[Group]]:
@@ -205,6 +209,8 @@ class Board:
         If no live metric has a value, the metrics of always-on hooks replace them. Hooks have the order in which their
         metrics were described. A live metric is named by the last part of its name, unless two in a group share it.
         """
+        from ..hooks.selection import always_on
+
         always = always_on()
         wanted: Groups = {"training": [name for name in cells if name.partition("/")[0] in always]}
         if self.live_metrics and (not self._live_names or self._live_names & cells.keys()):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -14,15 +14,17 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
 from ..doctor import RecentLosses
 from ..errors import describe_error, warn
-from ..hooks import HookPoint, MetricSink, RunInfo, Series
-from ..state import LoopState
+from ..hooks import HookPoint, MetricSink, Series
 from .board import flattened
 from .notebook import NotebookOutput
 from .text import duration_text, number_text, printable, rate_text
+
+if TYPE_CHECKING:
+    from ..hooks import RunInfo
+    from ..state import LoopState
 
 SECONDS_BETWEEN_UPDATES = 0.5
 SECONDS_OF_PACE = 30.0
@@ -188,7 +190,7 @@ class TrainingProgress:
         self._pace: deque[tuple[float, float]] = deque()  # times of the last half minute, with the units done by then
         self._loop: LoopState | None = None
 
-    def step(self, loop: LoopState) -> None:
+    def step(self, loop: "LoopState") -> None:
         """Record the end of a step or an evaluation."""
         now = self.clock()
         if now >= self._due:
@@ -216,7 +218,7 @@ class TrainingProgress:
         except Exception as error:
             warn(f"The progress display failed and is disabled: {describe_error(error)}", stacklevel=3)
 
-    def _position(self, loop: LoopState, now: float) -> Position:
+    def _position(self, loop: "LoopState", now: float) -> Position:
         epochs = loop.step / self.steps_per_epoch if self.steps_per_epoch else None
         done = loop.step if self.unit == "step" else loop.epoch if epochs is None else epochs
         self._pace.append((now, done))
@@ -231,7 +233,7 @@ class TrainingProgress:
 
 
 def newest_numbers(
-    loop: LoopState, losses: RecentLosses, epochs: int = 1, *, with_evaluation: bool = True
+    loop: "LoopState", losses: RecentLosses, epochs: int = 1, *, with_evaluation: bool = True
 ) -> dict[str, float]:
     """Return the newest loss, and the validation accuracy or else the first number of the evaluation.
 
@@ -246,6 +248,8 @@ def newest_numbers(
     """
     is_partial = loop.running_loss is not None
     loss = losses.final_loss(losses.newest_step, loop.epoch_loss, epochs, is_partial=is_partial)["training_loss"]
+    from torch import Tensor  # here, since readers of records import this module
+
     if loss is None and type(loop.loss) is Tensor:  # other classes may wait for other ranks
         loss = loop.loss.item()  # waits for the device, at most twice a second
     numbers = {} if loss is None else {"loss": loss}
@@ -266,7 +270,7 @@ class ProgressNumbers(MetricSink):
         self._newest: dict[str, float] = {}
         self.losses = RecentLosses()
 
-    def set_run_context(self, run: RunInfo) -> None:
+    def set_run_context(self, run: "RunInfo") -> None:
         """Start a strategy without values."""
         self._newest.clear()
         self.losses.clear()

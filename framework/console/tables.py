@@ -1,6 +1,5 @@
-"""Tables and lines of the console: hooks, metrics, experiments, and the headers and results of strategies."""
+"""Tables and lines of the console: metrics, and the headers and results of strategies."""
 
-import inspect
 import re
 import shlex
 import textwrap
@@ -8,36 +7,32 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich import box
-from rich.console import Group, RenderableType
-from rich.padding import Padding
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from ..doctor import Diagnosis, brief_lines
-from ..engine import budget_text
-from ..errors import counted, short_path
-from ..hooks import ALERTS, ALWAYS, ENDLESS, MetricInfo, RunInfo, SinkRegistry, TrainingHook, hook_options
-from ..hooks.selection import hook_kind
-from ..runs import ATTACHED, TRAINED, ExperimentRunner, RunFolder, allowed_words, read_alerts
-from ..training import TrainingTask
+from ..errors import counted, listed, short_path
+from ..hooks import ALERTS, ENDLESS, SinkRegistry
+from ..runs import ATTACHED, TRAINED, read_alerts
+from ..runs import run_name as name_of_run
 from .board import LABEL_STYLES
 from .text import duration_text, number_text, printable
+
+if TYPE_CHECKING:
+    from ..hooks import RunInfo
+    from ..training import TrainingTask
 
 REMARKS = ("treatments", "failed hooks")
 NUMERIC = r"[-+]?([\d.,:]+(e[-+]\d+)?|nan|inf)|"
 
 
-def first_line(item: type[Any]) -> str:
-    """Return the first line of a class's docstring, or an empty text."""
-    return (inspect.getdoc(item) or "").partition("\n")[0].replace("``", "")
-
-
 def strategy_header(
-    run: RunInfo, task: TrainingTask, hooks: str, shown: Mapping[str, Sequence[str]], width: int = 80
+    run: "RunInfo", task: "TrainingTask", hooks: str, shown: Mapping[str, Sequence[str]], width: int = 80
 ) -> Text:
     """Return the header of a strategy: model, data, hooks, treatments, folder, and the progress metrics ``shown``.
 
@@ -50,7 +45,7 @@ def strategy_header(
     sizes = sizes * (len(task.loader) < ENDLESS) + [f"at most {counted(task.length, run.loop)}"] * (not run.is_endless)
     kind = f"{type(task.model).__name__} of {counted(parameters, 'parameter')}"
     lines = {
-        "": f"{run.experiment} {RunFolder(run.output_dir, run.strategy).name}: {', '.join([kind, *sizes])}",
+        "": f"{run.experiment} {name_of_run(run.output_dir, run.strategy)}: {', '.join([kind, *sizes])}",
         "  hooks: ": hooks,
         "  treatments: ": treatments,
         **{f"  {label} a/b: ": " / ".join(names) for label, names in shown.items() if len(names) > 1},
@@ -62,7 +57,7 @@ def strategy_header(
     return Text("\n").join(Text(text, styles.get(label, "")) for label, text in filled.items())
 
 
-def brief_header(run: RunInfo, task: TrainingTask) -> Text:
+def brief_header(run: "RunInfo", task: "TrainingTask") -> Text:
     """Return the line at the start of an attached training: what is observed, and where the record is."""
     parameters = counted(sum(parameter.numel() for parameter in task.model.parameters()), "parameter")
     kind = printable(type(task.model).__name__)
@@ -87,6 +82,27 @@ def budget_line(summary: Mapping[str, Any]) -> str:
     """Return the line with the schedules of hooks under a budget, and their cost; empty without one."""
     text = budget_text(summary.get("budget", {}))
     return f"loopscope: {text}" if text else ""
+
+
+def budget_text(report: Mapping[str, Any]) -> str:
+    """Return the schedules and the budget in words; empty without a budget.
+
+    >>> budget_text({"budget": 0.05, "every": {"norms": 8}, "expected_hooks": 0.03, "fixed": 0.01})
+    'norms every 8 steps, within 5 % of the step'
+    >>> budget_text({"budget": 0.05, "every": {}, "expected_hooks": 0.01, "fixed": 0.2})
+    'hooks at all of their steps, 1 % of the step; the loss of every step alone costs 20 %, above the budget of 5 %'
+    """
+    if not report:
+        return ""
+    share, hooks, fixed = (100 * report[name] for name in ("budget", "expected_hooks", "fixed"))
+    schedules = [f"{name} every {every:,} steps" for name, every in report["every"].items()]
+    what = listed(schedules, 9) if schedules else "hooks at all of their steps"
+    if fixed > share:
+        alone = f"the loss of every step alone costs {fixed:.2g} %, above the budget of {share:g} %"
+        return f"{what}, {hooks:.2g} % of the step; {alone}"
+    if hooks + fixed > 1.1 * share:
+        return f"{what}, {hooks + fixed:.2g} % of the step, above the budget of {share:g} %"
+    return f"{what}, within {share:g} % of the step"
 
 
 def final_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
@@ -166,7 +182,7 @@ def lost_rows_text(summary: Mapping[str, Any]) -> str:
 
 def run_name(summary: Mapping[str, Any]) -> str:
     """Return the strategy of a run, with its seed if the seeds have separate folders."""
-    return RunFolder(Path(summary["output_dir"]), summary["strategy"]).name
+    return name_of_run(Path(summary["output_dir"]), summary["strategy"])
 
 
 def sample_text(strategy: str, sample: str) -> Text:
@@ -330,6 +346,8 @@ def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str, *, with_f
 
     ``plotted`` names a metric for the command that plots.
     """
+    from ..runs import RunFolder  # imports torch, unlike the rest of this module
+
     folders = [RunFolder(Path(summary["output_dir"]), summary["strategy"]) for summary in summaries]
     first, many = folders[0], len(folders) > 1
     above = first.path.parent if first.name == first.strategy else first.path.parent.parent
@@ -375,86 +393,3 @@ def alert_counts(folder: Path, owner: str) -> str:
     """Return the number of a run's alerts, and that of remarks; recoveries do not count."""
     counts = Counter(alert["severity"] == "info" for alert in read_alerts(folder) if not alert.get("is_over"))
     return f"{counts[False]:,}{owner}" + (f" (and {counted(counts[True], 'remark')})" if counts[True] else "")
-
-
-def hook_list(hooks: Sequence[type[TrainingHook]]) -> Group:
-    """List hooks with their kind, their hook points and one line."""
-    width = max((len(hook.name) for hook in hooks), default=0)
-    parts: list[RenderableType] = []
-    for hook in hooks:
-        title = Table.grid(padding=(0, 2, 0, 0))
-        title.add_column(min_width=width, style="bold", no_wrap=True)
-        title.add_column(min_width=len("intervention"), no_wrap=True)
-        title.add_row(Text(hook.name), hook_kind(hook), points_text(hook))
-        parts += [title, _indented(Text(first_line(hook)))]
-    return Group(*parts)
-
-
-def _indented(shown: RenderableType) -> Padding:
-    return Padding(shown, (0, 0, 0, 4), expand=False)
-
-
-def points_text(hook: type[TrainingHook]) -> str:
-    """Return the hook points of a hook in the order of their calls, by loop and with epochs if it restricts them."""
-    if hook.loop_points is None:
-        return ", ".join(point.name for point in sorted(hook.hook_points))
-    loops = []
-    for loop, entry in hook.loop_points.items():
-        windows = entry if isinstance(entry, Mapping) else dict.fromkeys(entry, ALWAYS)
-        loops.append(f"{loop} loop: " + ", ".join(point.name + _epochs(*windows[point]) for point in sorted(windows)))
-    return "; ".join(loops)
-
-
-def _epochs(first: int | None, last: int | None) -> str:
-    if first is None:
-        return "" if last is None else f" to epoch {last}"
-    return f" from epoch {first}" + ("" if last is None else f" to {last}")
-
-
-def hook_page(hook: type[TrainingHook]) -> Group:
-    """Show every metric of a hook with formula, range and reading, and its options."""
-    description, options = documented(hook)
-    described = [_option(hook.name, option, options.get(option.name, "")) for option in hook_options(hook).values()]
-    return Group(
-        Text.assemble((hook.name, "bold"), f"  {hook_kind(hook)}, {points_text(hook)}"),
-        *(Text(f"{paragraph}\n") for paragraph in description),
-        Text("Metrics", style="bold"),
-        *(_metric(hook.name, info) for info in hook().describe_metrics()),
-        Text("\nOptions, for --hook-config", style="bold"),
-        *(described or [Text("  none")]),
-    )
-
-
-def documented(hook: type[TrainingHook]) -> tuple[list[str], dict[str, str]]:
-    """Split a hook's docstring into paragraphs, each on one line, and descriptions of its options by name."""
-    text = (inspect.getdoc(hook) or "").replace("``", "")
-    description, _, arguments = text.partition("\nArgs:\n")
-    paragraphs = [" ".join(paragraph.split()) for paragraph in description.split("\n\n") if paragraph.strip()]
-    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", arguments, re.M)
-    return paragraphs, {name: " ".join(words.split()) for name, words in entries}
-
-
-def _metric(hook: str, info: MetricInfo) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in (("formula", info.formula), ("range", info.range), ("reading", info.reading)):
-        table.add_row(label, Text(text))
-    return Group(Text(f"  {hook}/{info.name}", style="cyan"), _indented(table))
-
-
-def _option(hook: str, option: inspect.Parameter, description: str) -> RenderableType:
-    kind = " | ".join(allowed_words(option.annotation)) or inspect.formatannotation(option.annotation)
-    title = Text.assemble((f"  {hook}.{option.name}", "cyan"), f"  ({kind}, default {option.default})")
-    return Group(title, _indented(Text(description))) if description else title
-
-
-def experiment_list(experiments: Iterable[type[ExperimentRunner[Any]]]) -> Group:
-    """List experiments with one line, their strategies and presets."""
-    parts: list[RenderableType] = []
-    for item in experiments:
-        table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_row("strategies", Text(", ".join(item.strategies)))
-        table.add_row("presets", Text(", ".join(item.presets) or "none"))
-        parts += [Text(item.name, style="bold"), _indented(Group(Text(first_line(item)), table))]
-    return Group(*parts)

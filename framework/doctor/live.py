@@ -3,15 +3,18 @@
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import RunNotice, notice, warn_at
-from ..hooks import ENDLESS, Alert, HookPoint, MetricSink, RunInfo
+from ..hooks import ENDLESS, Alert, HookPoint, MetricSink
 from .diagnosis import diagnose
 from .diagnosis_text import Diagnosis
 from .findings import Finding
 from .history import History
 from .step_times import StepTimes
+
+if TYPE_CHECKING:
+    from ..hooks import RunInfo
 
 ALWAYS_UNTIL = 10
 """Up to this step every delivery of metrics is diagnosed."""
@@ -55,7 +58,7 @@ class LiveDiagnosis(MetricSink):
         """Return no names: the diagnosis writes no files."""
         return ()
 
-    def set_run_context(self, run: RunInfo) -> None:
+    def set_run_context(self, run: "RunInfo") -> None:
         """Start with an empty history of a run, and report what its start-up facts show."""
         self.history.planned_steps = None if run.steps >= ENDLESS else run.steps
         self._report()
@@ -64,7 +67,7 @@ class LiveDiagnosis(MetricSink):
         """Return the findings that have been reported."""
         return {"reported": dict(self._reported), "first_seen": dict(self._first_seen), "next_step": self._next_step}
 
-    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+    def resume(self, run: "RunInfo", position: Mapping[str, Any]) -> None:
         """Continue a run whose earlier history was loaded into :attr:`history`."""
         self._reported, self._next_step = dict(position["reported"]), int(position["next_step"])
         self._first_seen = dict(position.get("first_seen", {}))

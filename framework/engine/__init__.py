@@ -1,6 +1,6 @@
 """Hook calls of a run: schedules, isolated calls, failures, metric delivery, and the loop that triggers them."""
 
-from .budget import BUDGET, THINNING, BudgetSettings, Decisions, budget_text
+from .budget import BUDGET, THINNING, BudgetSettings, Decisions
 from .commits import CommitRecord
 from .driver import Driver
 from .error_advice import unmet_need
@@ -10,5 +10,5 @@ from .model_context import ModelContext
 
 __all__ = [
     "BUDGET", "THINNING", "BudgetSettings", "CommitRecord", "Decisions", "Driver", "HookManager", "ModelContext",
-    "budget_text", "log", "unmet_need",
+    "log", "unmet_need",
 ]

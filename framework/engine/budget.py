@@ -10,7 +10,6 @@ from operator import itemgetter
 from time import thread_time
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from ..errors import listed
 from ..hooks import STEP_POINTS, HookPoint, Metrics, RunDataContext, StepSchedule, TrainingHook
 from ..training import Ranks
 from .hook_set import HookSet
@@ -531,24 +530,3 @@ class Budget:
 def _places(point: int) -> list[int]:
     """Return a point and, if hooks at it need the record of gradients, its place."""
     return [point, RECORDING] if point in AFTER_BACKWARD else [point]
-
-
-def budget_text(report: Mapping[str, Any]) -> str:
-    """Return the schedules and the budget in words; empty without a budget.
-
-    >>> budget_text({"budget": 0.05, "every": {"norms": 8}, "expected_hooks": 0.03, "fixed": 0.01})
-    'norms every 8 steps, within 5 % of the step'
-    >>> budget_text({"budget": 0.05, "every": {}, "expected_hooks": 0.01, "fixed": 0.2})
-    'hooks at all of their steps, 1 % of the step; the loss of every step alone costs 20 %, above the budget of 5 %'
-    """
-    if not report:
-        return ""
-    share, hooks, fixed = (100 * report[name] for name in ("budget", "expected_hooks", "fixed"))
-    schedules = [f"{name} every {every:,} steps" for name, every in report["every"].items()]
-    what = listed(schedules, 9) if schedules else "hooks at all of their steps"
-    if fixed > share:
-        alone = f"the loss of every step alone costs {fixed:.2g} %, above the budget of {share:g} %"
-        return f"{what}, {hooks:.2g} % of the step; {alone}"
-    if hooks + fixed > 1.1 * share:
-        return f"{what}, {hooks + fixed:.2g} % of the step, above the budget of {share:g} %"
-    return f"{what}, within {share:g} % of the step"

@@ -1,4 +1,4 @@
-"""Checks of the classes that are registered: hooks, sinks and experiments."""
+"""Checks of the classes of hooks that are registered."""
 
 import inspect
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from .base import InterventionHook, TrainingHook
 from .commits import StatePart
 from .contexts import metric_table
 from .hook_points import POINTS_OF_LOOP, HookPoint, windows_for
-from .metrics import MetricSink
+from .registries import is_name
 
 
 def check_hook_class(hook: type[TrainingHook]) -> None:
@@ -28,7 +28,7 @@ def check_hook_class(hook: type[TrainingHook]) -> None:
 
 
 def _check_declarations(hook: type[TrainingHook]) -> None:
-    require(_is_name(getattr(hook, "name", None)), "needs a name of letters, digits and underscores.")
+    require(is_name(getattr(hook, "name", None)), "needs a name of letters, digits and underscores.")
     _check_methods(hook)
     for name, option in inspect.signature(hook, eval_str=True).parameters.items():
         if option.kind is not inspect.Parameter.KEYWORD_ONLY or inspect.Parameter.empty in (
@@ -40,10 +40,6 @@ def _check_declarations(hook: type[TrainingHook]) -> None:
     points = _declared_points(hook)
     if issubclass(hook, InterventionHook):
         _check_intervention_class(hook, points)
-
-
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and name.replace("_", "").isalnum()
 
 
 def _check_methods(hook: type[TrainingHook]) -> None:
@@ -111,21 +107,3 @@ def _check_intervention_class(hook: type[InterventionHook], points: set[HookPoin
         if not isinstance(part, StatePart):
             members = ", ".join(f"StatePart.{member.name}" for member in StatePart)
             raise UsageError(f"commits {part!r}; its commits must be some of {members}.")
-
-
-def check_sink_class(sink: type[MetricSink]) -> None:
-    """Check a sink class; raise :class:`UsageError` with advice if it is invalid."""
-    if sink.name == MetricSink.name or not _is_name(sink.name):
-        raise UsageError(f"Sink class {qualified(sink)} needs a name of letters, digits and underscores.")
-    if sink.option is not None and sink.option not in inspect.signature(sink).parameters:
-        raise UsageError(f"Sink class {qualified(sink)} has the option {sink.option!r}, which its constructor lacks.")
-
-
-def check_experiment_class(experiment: type[Any]) -> None:
-    """Check an experiment class; raise :class:`UsageError` if it is invalid.
-
-    The class checks itself, because this package must not import the one that defines experiments.
-    """
-    if not (isinstance(experiment, type) and hasattr(experiment, "check_class")):
-        raise UsageError(f"{experiment!r} is not a subclass of ExperimentRunner, so it cannot be an experiment.")
-    experiment.check_class()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..errors import UsageError
 from ..names import as_names
-from .hook_points import EPOCH_END, STEP_POINTS, HookPoint
+from .hook_points import ENDLESS, EPOCH_END, STEP_POINTS, HookPoint
 
 if TYPE_CHECKING:
     from ..data import Loader
@@ -69,10 +69,6 @@ def metric_table(text: str) -> list[MetricInfo]:
         if len(cells) != 4:
             raise UsageError(f"The metric row {row!r} is invalid; write 'name | formula | range | reading'.")
     return [MetricInfo(*cells) for cells in table]
-
-
-ENDLESS = 2**31
-"""Length of a run or an epoch of unknown length."""
 
 
 class VisibleTask(Protocol):

@@ -13,6 +13,8 @@ EpochWindow = tuple[int | None, int | None]
 """First and last epoch, both included; ``None`` is no limit."""
 LoopPoints = Mapping[str, "Set[HookPoint] | Mapping[HookPoint, EpochWindow]"]
 """Hook points by loop type, each with a window of epochs or without."""
+ENDLESS = 2**31
+"""Length of a run or an epoch of unknown length."""
 
 
 class HookPoint(IntEnum):

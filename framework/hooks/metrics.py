@@ -5,11 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .alerts import Alert
-from .contexts import RunInfo
 from .hook_points import HookPoint
+
+if TYPE_CHECKING:
+    from .contexts import RunInfo  # imports torch, which the readers of records do not need
 
 MetricValue = Any
 """A float, int, bool, zero-dimensional tensor or array, or a list or dict of these."""
@@ -66,7 +68,7 @@ class MetricSink(ABC):
         """Return the names of the files and folders that this sink may create in the run's folder."""
         return [f"{strategy}.{cls.name}"]
 
-    def set_run_context(self, run: RunInfo) -> None:  # noqa: B027 - optional
+    def set_run_context(self, run: "RunInfo") -> None:  # noqa: B027 - optional
         """Prepare for a new strategy: open files, start an external run."""
 
     def position(self) -> dict[str, Any]:
@@ -80,7 +82,7 @@ class MetricSink(ABC):
         """Return the files that must be on the disk before a checkpoint with this :meth:`position` is valid."""
         return ()
 
-    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+    def resume(self, run: "RunInfo", position: Mapping[str, Any]) -> None:
         """Continue at the ``position`` of a checkpoint and discard later data; replaces :meth:`set_run_context`.
 
         By default the strategy starts again, which suits a sink that keeps nothing.

@@ -50,6 +50,7 @@ from ..runs import (
     create_manager,
     environment,
     load_reference,
+    planned_record,
     read_provenance,
     status_of_script,
 )
@@ -469,7 +470,7 @@ class AttachedLoop:
             },
             "provenance": {**read_provenance(), **self.origin} if self._ranks.is_main else {},
         }
-        return RunRecord.planned(self._hooks, options.on_hook_error, options.audit_hooks, options.reference, **fields)
+        return planned_record(self._hooks, options.on_hook_error, options.audit_hooks, options.reference, **fields)
 
     @property
     def plan(self) -> EpochPlan:

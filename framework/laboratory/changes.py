@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import Literal
 
 SYMPTOMS = frozenset(
     {
@@ -47,8 +46,8 @@ class TrialChange:
     """The factor of the learning rates."""
     clips: bool = False
     """Whether gradients are clipped at their usual norm."""
-    precision: torch.dtype | None = None
-    """The precision in which passes compute at least."""
+    precision: Literal["float32", "float64"] | None = None
+    """The dtype of torch in which passes compute at least."""
     resets_optimizer: bool = False
     """Whether the optimizer starts with zero moments and step counts."""
     weight_decay: float | None = None
@@ -103,10 +102,10 @@ CHANGES = {
             words="float32 in all passes",
             cause="precision",
             findings=frozenset({"nonfinite", "loss-spike", "scaler-skips-steps", "float16-without-scaler"}),
-            precision=torch.float32,
+            precision="float32",
         ),
-        TrialChange(name="float64", title="with everything in float64", cause="precision", precision=torch.float64),
-        TrialChange(name="layer_in_float32", title="with that layer in float32", precision=torch.float32),
+        TrialChange(name="float64", title="with everything in float64", cause="precision", precision="float64"),
+        TrialChange(name="layer_in_float32", title="with that layer in float32", precision="float32"),
         TrialChange(
             name="fresh_state",
             title="with a reset optimizer",

@@ -5,10 +5,9 @@ from itertools import combinations
 from typing import Any
 
 from ..errors import listed, require
-from ..hooks import HookRegistry
 from ..names import as_names
 from ..runs import RunRecord, differences
-from .curves import ACCURACIES
+from .curves import ACCURACIES, EVALUATED_BY
 from .panels import matcher, no_match, run_labels
 from .record_scan import Scan, first_difference, scan
 from .run_index import FoundRun
@@ -71,8 +70,7 @@ def compare_runs(found_runs: Sequence[FoundRun], patterns: str | Sequence[str] =
 
 def evaluations() -> Callable[[str], bool]:
     """Return a function that selects the metrics of the evaluation."""
-    always = [hook.name for hook in HookRegistry if hook.always]
-    return matcher([f"{hook}/{name}" for hook in always for name in (*ACCURACIES, "evaluation/**")])
+    return matcher([f"{EVALUATED_BY}/{name}" for name in (*ACCURACIES, "evaluation/**")])
 
 
 def compare_over_seeds(

@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import require
-from ..hooks import HookPoint, HookRegistry, Series, as_float
+from ..hooks import HookPoint, Series, as_float
 from ..runs import Record, RunRecord, forward_emits, read_initial, record_of
 
 Floats = NDArray[np.float64]
 NUMBERS = frozenset({int, float, bool})
+EVALUATED_BY = "training_metrics"
+"""The hook that reports evaluations. The commands that read records name it, since its class needs torch."""
 ACCURACIES = ("train_acc", "val_acc")  # numbers of an evaluation that are separate metrics
 
 
@@ -87,11 +89,11 @@ def read_curves(folder: Path, wanted: Callable[[str], bool]) -> DrawnRun:
 
     sink, path = record_of(folder, run.strategy)
     forward_emits(path, sink.read(path), take_emit)
-    # The evaluation at step 0 gets the names that always-on hooks give to later evaluations.
-    evaluation, recorded = read_initial(folder), {name.partition("/")[0] for name in names}
-    for hook in [hook.name for hook in HookRegistry if hook.always and hook.name in recorded]:
+    # The evaluation at step 0 gets the names that the hook of evaluations gives to later ones.
+    evaluation = read_initial(folder)
+    if any(name.startswith(f"{EVALUATED_BY}/") for name in names):
         for key, value in evaluation.items():
-            take(0, {f"{hook}/{key}" if key in ACCURACIES else f"{hook}/evaluation/{key}": value})
+            take(0, {f"{EVALUATED_BY}/{key}" if key in ACCURACIES else f"{EVALUATED_BY}/evaluation/{key}": value})
     curves = {name: MetricCurve.of_points(*pairs) for name, pairs in points.items()}
     without = [name for name in others if name not in curves]
     return DrawnRun(folder, run, curves, list(names), without, epoch_steps.pop() if len(epoch_steps) == 1 else 0.0)

@@ -8,15 +8,18 @@ from difflib import SequenceMatcher
 from fnmatch import translate
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import UsageError, listed
-from ..hooks import HookRegistry, MetricPanel
 from ..names import as_names
 from ..option_words import option_text
 from ..runs import require
 from .curves import DrawnRun, MetricCurve
+
+if TYPE_CHECKING:
+    from ..hooks import MetricPanel
 
 # The Okabe-Ito palette, distinguishable with any colour vision, without yellow, which is invisible on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -277,11 +280,13 @@ def legend_of(labels: Sequence[str], names: Mapping[str, int]) -> list[tuple[str
     return by_run + [(name, Style(None, number)) for name, number in names.items()]
 
 
-def hook_panels(picture: str) -> list[MetricPanel]:
+def hook_panels(picture: str) -> "list[MetricPanel]":
     """Return the panels of a picture from all hooks, ordered by place, with full names of metrics."""
 
     def named(hook: str, by_metric: Mapping[str, str]) -> dict[str, str]:
         return {f"{hook}/{metric}": text for metric, text in by_metric.items()}
+
+    from ..hooks import HookRegistry  # needs torch, unlike the rest of this module
 
     pairs = [(hook.name, panel) for hook in HookRegistry for panel in hook.panels if panel.picture == picture]
     panels = [
@@ -317,7 +322,7 @@ def hook_picture(picture: str, runs: Sequence[DrawnRun]) -> Picture:
     return Picture(words, common_title(runs), figure, legend, _missing(panels, by_label))
 
 
-def _panel(panel: MetricPanel, runs: Mapping[str, DrawnRun], numbers: Mapping[str, int]) -> Panel:
+def _panel(panel: "MetricPanel", runs: Mapping[str, DrawnRun], numbers: Mapping[str, int]) -> Panel:
     unexplained = ALONE if len(runs) == 1 else 0
     by_metric = {metric: numbers.get(text, unexplained) for metric, text in panel.curves.items()}
     traces = distinguishable_traces(list(runs.values()), by_metric)
@@ -331,7 +336,7 @@ def _panel(panel: MetricPanel, runs: Mapping[str, DrawnRun], numbers: Mapping[st
     return Panel(panel.title, traces, panel.y_label, panel.log_y, panel.baseline, "; ".join(remarks))
 
 
-def _missing(panels: Sequence[MetricPanel], runs: Mapping[str, DrawnRun]) -> list[str]:
+def _missing(panels: Sequence["MetricPanel"], runs: Mapping[str, DrawnRun]) -> list[str]:
     """Return sentences about runs without the metrics of a panel."""
     sentences = []
     for panel in panels:

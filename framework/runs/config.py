@@ -170,6 +170,8 @@ class RunOptions(RunFlags):
     """Options by hook name, as values of the annotated types."""
     recorded: Mapping[str, Any] = field(default_factory=dict)
     """The options of the command line, as plain values, that start the run again."""
+    changed: Sequence[str] | None = None
+    """The names of those that differ from the defaults and the preset; ``None`` if no command started the run."""
 
     def __post_init__(self) -> None:
         """Check every value; one strategy or hook may be given without a list."""

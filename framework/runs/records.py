@@ -1,27 +1,28 @@
-"""Records of runs: reading, checking and comparing what a run's folder contains about its options and its end."""
+"""Records of runs: reading, checking and comparing what a run's folder contains about its options and its end.
 
-import platform
+The commands that read runs use this module, so it does not import torch, which takes over a second.
+"""
+
 import re
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, get_type_hints
 
-import numpy as np
-import torch
-from torch import nn
-
-from ..durable_files import path_exists, plain_json, read_json
+from ..durable_files import path_exists, read_json
 from ..errors import UsageError, require
-from ..hooks import RunInfo, treatments
-from ..hooks.selection import ConfiguredHook
-from ..state.settings import settings
-from ..training import Ranks
 from .config import ExperimentConfig, describe_type, fits
 
+if TYPE_CHECKING:
+    from ..hooks import RunInfo
+
 CONFIG = "experiment_config.json"
+ATTACHED_RUNS = "loopscope-runs"
+"""Default folder of attached runs; its name is no Python identifier, so that it cannot be imported by mistake."""
+REWINDS = "rewinds"
+"""The folder of rewinds: steps that were trained again."""
+EXPLANATION = "explanation.json"
+"""The file of a rewind in which :mod:`loopscope.laboratory.questions` explains a step."""
 SUMMARY = "summary.json"
 INCOMPLETE = "incomplete"
 """The status of a run that was trained to its end, but whose record lacks rows, because a sink failed."""
@@ -111,6 +112,8 @@ class RunRecord:
     run: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options of the command that started the run."""
+    changed: Sequence[str] | None = None
+    """The names of those that differ from the defaults and the preset; records of earlier versions lack them."""
     versions: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
@@ -140,22 +143,7 @@ class RunRecord:
         return cls(**fields)
 
     @classmethod
-    def planned(
-        cls,
-        hooks: Sequence[ConfiguredHook],
-        on_hook_error: str,
-        audit_hooks: bool,
-        reference: Any = None,
-        **fields: Any,
-    ) -> "RunRecord":
-        """Describe a planned run with these ``hooks``; further ``fields`` of the record by their names."""
-        fields["run"] = {"on_hook_error": on_hook_error, "audit_hooks": audit_hooks, "reference": reference}
-        fields["hooks"] = {item.hook.name: item.options for item in hooks}
-        fields["treatments"] = treatments(item.hook for item in hooks)
-        return cls(**plain_json(fields | {"versions": versions()}))
-
-    @classmethod
-    def of_run(cls, run: RunInfo) -> "RunRecord":
+    def of_run(cls, run: "RunInfo") -> "RunRecord":
         """Describe a run in progress, for the readers of a sink."""
         config = run.config.as_dict() if isinstance(run.config, ExperimentConfig) else run.config
         plain = config if isinstance(config, Mapping) else {}
@@ -246,6 +234,12 @@ def seed_name(seed: int | str) -> str:
     return f"seed-{seed}"
 
 
+def run_name(folder: Path, strategy: str) -> str:
+    """Return the name of the run in a folder within its experiment: its strategy, and its seed if that has a folder."""
+    is_seed = folder.name != strategy and re.fullmatch(seed_name(r"\d+"), folder.name)
+    return f"{strategy} {folder.name}" if is_seed else strategy
+
+
 def run_folders(path: Path, command: str) -> list[Path]:
     """Return the folders of runs at ``path``: itself, or those of an experiment's strategies or a strategy's seeds.
 
@@ -277,32 +271,3 @@ def _name_and_seed(folder: Path) -> tuple[Path, int]:
     """Return a sort key: folders by name, and the seeds of one strategy by number."""
     seed = re.fullmatch(seed_name(r"(\d+)"), folder.name)
     return (folder.parent, int(seed[1])) if seed else (folder, -1)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of loopscope, Python, torch and NumPy."""
-    try:
-        loopscope_version = version("loopscope")
-    except PackageNotFoundError:
-        loopscope_version = "not installed"
-    return {
-        "loopscope": loopscope_version,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }
-
-
-def environment(model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Return the settings, besides versions, that a run's numbers may depend on, and the command that started it."""
-    return {
-        "processes": (ranks or Ranks()).rank_and_count[1],
-        "sharing": (ranks or Ranks()).sharing,
-        "platform": platform.platform(),
-        "machine": platform.machine(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "device": str(next(model.parameters()).device),
-        "threads": torch.get_num_threads(),
-        **settings(),
-        "command": sys.argv[1:],
-    }

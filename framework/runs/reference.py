@@ -12,7 +12,8 @@ from ..errors import UsageError, listed
 from ..option_words import option_text
 from .config import ExperimentConfig
 from .file_manifest import refuse_damage
-from .records import CONFIG, RunRecord, differences, environment, seed_name, versions
+from .records import CONFIG, RunRecord, differences, seed_name
+from .run_description import environment, versions
 from .run_folder import reference_name, weights_name
 
 IRRELEVANT = frozenset({"output_dir", "seed", "epochs", "max_epochs", "eval_every", "snapshot_every"})

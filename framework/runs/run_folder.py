@@ -1,7 +1,6 @@
 """The folder of one strategy's run: its file names, and protection against overwriting and concurrent writers."""
 
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -18,16 +17,9 @@ from ..errors import UsageError, listed, short_path, source_location, warn
 from ..hooks import HookRegistry, SinkRegistry
 from ..tensors import unsharded
 from .file_manifest import FILES, write_manifest
-from .records import CONFIG, SUMMARY, TRAINED, RunRecord, read_completed, read_status, seed_name
+from .records import CONFIG, REWINDS, SUMMARY, TRAINED, RunRecord, read_completed, read_status, run_name
 
-ATTACHED_RUNS = "loopscope-runs"
-"""Default folder of attached runs; its name is no Python identifier, so that it cannot be imported by mistake."""
 CHECKPOINTS = "checkpoints"
-REWINDS = "rewinds"
-"""The folder of rewinds: steps that were trained again."""
-EXPLANATION = "explanation.json"
-"""The file of a rewind in which :mod:`loopscope.laboratory.questions` explains a step."""
-
 OVERWRITING = "choose another --output-dir, or replace it with --overwrite"
 
 
@@ -45,9 +37,7 @@ class RunFolder:
     @property
     def name(self) -> str:
         """The run's name within its experiment: its strategy, and its seed if that has a folder."""
-        folder_name = self.path.name
-        is_seed = folder_name != self.strategy and re.fullmatch(seed_name(r"\d+"), folder_name)
-        return f"{self.strategy} {folder_name}" if is_seed else self.strategy
+        return run_name(self.path, self.strategy)
 
     @property
     def weights(self) -> Path:

@@ -21,11 +21,12 @@ from ..tensors import laid_out_like
 from ..training import Ranks, joined_process_group, quiet_graph_breaks
 from .checks import call_method, check_device, check_experiment
 from .config import CHECKPOINTS, ExperimentConfig, RunOptions
-from .records import RunRecord, environment, seed_name
+from .records import REWINDS, RunRecord, seed_name
 from .reference import Reference, differences_from_run, find_reference, load_reference
 from .resume import MAY_DIFFER, check_environment, find_checkpoint
 from .run import Display, Run, create_manager
-from .run_folder import OVERWRITING, REWINDS, RunFolder
+from .run_description import environment, planned_record
+from .run_folder import OVERWRITING, RunFolder
 from .runner import ExperimentRunner
 from .strategy_training import StrategyTraining
 from .task_building import build_run, chosen_strategies
@@ -198,8 +199,9 @@ class Session:
     ) -> StrategyPlan:
         """Return the plan for one strategy and seed, without parts that need the model."""
         options, name = self.options, self.runner.name
-        fields = {"experiment": name, "strategy": strategy, "config": config.as_dict(), "options": options.recorded}
-        record = RunRecord.planned(hooks, options.on_hook_error, options.audit_hooks, **fields)
+        fields: dict[str, Any] = {"experiment": name, "strategy": strategy, "config": config.as_dict()}
+        fields |= {"options": options.recorded, "changed": options.changed}
+        record = planned_record(hooks, options.on_hook_error, options.audit_hooks, **fields)
         # Absolute, so that a run whose code changes the working directory keeps its folder.
         path = (self._output_folder or Path(self.runner.config.output_dir)).absolute() / name / strategy
         folder = RunFolder(path / seed_name(config.seed) if options.seeds else path, strategy)

@@ -1,9 +1,8 @@
 """Parallel training of one model by the processes of torchrun: replicated, fully sharded, or tensor-parallel."""
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import distributed, nn
@@ -12,29 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import listed, require
 from ..option_words import is_command_line, option_text
+from .processes import Parallel, restart_count, torchrun_world_size
 
-Parallel = Literal["ddp", "fsdp", "tp", "fsdp+tp"]
 TENSOR_RANKS = 2
 """Tensor-parallel ranks per layer under fsdp+tp; the other dimension of the mesh is data-parallel."""
-
-
-def torchrun_world_size() -> int:
-    """Return the number of processes that torchrun started; 0 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", 0))
-
-
-def is_restarted() -> bool:
-    """Return whether torchrun started this process after a failure (``--max-restarts``)."""
-    return _restart_count() > 0
-
-
-def _restart_count() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
-def is_main_process() -> bool:
-    """Return whether this is the main process of torchrun, or the only process."""
-    return torchrun_world_size() == 0 or os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
@@ -65,7 +45,7 @@ def joined_process_group(kind: Parallel | None) -> Iterator[None]:
         require(is_multiple, sentence)
     # After a restart, torchrun reuses the store, which contains addresses of the failed processes; hence a prefix.
     store, rank, count = next(rendezvous("env://"))
-    attempt = distributed.PrefixStore(f"attempt {_restart_count()}", store)  # type: ignore[attr-defined]
+    attempt = distributed.PrefixStore(f"attempt {restart_count()}", store)  # type: ignore[attr-defined]
     distributed.init_process_group(store=attempt, rank=rank, world_size=count)
     try:
         yield

@@ -24,7 +24,7 @@ MEASURED_STEP = 10
 
 IMPORT = """
 import sys
-import loopscope.hooks
+from loopscope.hooks import HookPoint, HookRegistry, InterventionHook, MetricInfo, ModelDataContext, RunDataContext
 for name, module in sorted(sys.modules.items()):
     if name.split(".")[0] == "loopscope" and getattr(module, "__file__", None):
         print(name, module.__file__)
@@ -73,7 +73,7 @@ def one_step() -> set[tuple[str, str]]:
 
 
 def imported_by_hooks() -> tuple[int, list[str]]:
-    """Return the number of lines and the names of the modules that ``import loopscope.hooks`` loads."""
+    """Return the lines and the names of the modules that an import from ``loopscope.hooks`` by an author loads."""
     listing = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout
     modules = dict(line.split(" ", 1) for line in listing.splitlines())
     return sum(len(Path(path).read_text("utf-8").splitlines()) for path in modules.values()), [*modules]

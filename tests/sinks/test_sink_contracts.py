@@ -9,7 +9,7 @@ from loopscope import sinks as shipped  # noqa: F401 - fills the registry
 from loopscope.engine import HookManager
 from loopscope.errors import UsageError
 from loopscope.hooks import Alert, HookPoint, MetricSink, Series, SinkRegistry
-from loopscope.hooks.class_checks import check_sink_class
+from loopscope.hooks.registries import check_sink_class
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.registry import Registry
 from loopscope.state import without_on_demand

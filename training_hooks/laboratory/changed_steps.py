@@ -62,7 +62,7 @@ class ChangedSteps:
     ) -> None:
         self.change = change
         self._model_ctx, self._layer = model_ctx, layer
-        self._mode = None if change.precision is None else Widened(change.precision)
+        self._mode = None if change.precision is None else Widened(getattr(torch, change.precision))
         self._options: dict[str, Any] = {"rate_factor": change.rate_factor, "weight_decay": change.weight_decay}
         self._options["max_norm"] = usual_norm if change.clips else None
 

@@ -11,8 +11,9 @@ from ...errors import UsageError, unknown, with_lines
 from ...option_words import option_text
 from ..base import TrainingHook
 from ..class_checks import check_hook_class, hook_options
+from ..hook_registry import HookRegistry
 from ..metrics import MetricSink
-from ..registries import HookRegistry, SinkRegistry
+from ..registries import SinkRegistry
 
 OptionsByHook = Mapping[str, Mapping[str, Any]]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from loopscope import training_hooks  # noqa: F401 - registers the hooks
-from loopscope.cli import command, main
+from loopscope.cli import main, training_commands
 from loopscope.cli.options import parse_recorded
 from loopscope.errors import UsageError
 
@@ -107,8 +107,10 @@ DISPLAYS = ("live", "silent", "no_console_output")
 def test_display_option_overrides_the_recorded_display(before, given, tmp_path, monkeypatch) -> None:
     """Without an option, the display of the original command is used."""
     started: list[dict[str, bool]] = []
-    monkeypatch.setattr(command, "_start", lambda experiment, options: started.append(options))
-    monkeypatch.setattr(command, "parse_recorded", lambda path: (Small, {name: name == before for name in DISPLAYS}))
+    monkeypatch.setattr(training_commands, "_start", lambda experiment, options: started.append(options))
+    monkeypatch.setattr(
+        training_commands, "parse_recorded", lambda path: (Small, {name: name == before for name in DISPLAYS})
+    )
     assert main(["resume", str(tmp_path), *([f"--{given.replace('_', '-')}"] if given else [])]) == 0
     assert [name for name in DISPLAYS if started[0][name]] == [name for name in [given or before] if name]
 

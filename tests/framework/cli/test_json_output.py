@@ -3,6 +3,8 @@
 import json
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +172,22 @@ def test_negative_limit_is_refused() -> None:
 def test_text_for_agents_is_short(capsys) -> None:
     assert main(["agents"]) == 0
     assert len(capsys.readouterr().out.encode()) <= 3072
+
+
+READERS = """
+import shlex, sys
+from loopscope.__main__ import PACKAGES
+from loopscope.cli import main
+
+for words in sys.argv[1:]:
+    assert main([*shlex.split(words), "--json"], packages=PACKAGES) == 0, words
+sys.exit(f"{'torch' in sys.modules} {'numpy' in sys.modules}")
+"""
+
+
+@pytest.mark.process
+def test_commands_that_read_import_no_torch(runs: None) -> None:
+    """Its import takes most of the two seconds that such a command would otherwise take."""
+    commands = ["ls out", f"show {RUN}", f"doctor {RUN}", f"alerts {RUN}", f"compare {RUN} {OTHER}"]
+    done = subprocess.run([sys.executable, "-c", READERS, *commands], capture_output=True, text=True)
+    assert done.stderr.split("\n")[-2:] == ["False True", ""]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loopscope.cli import command, main
+from loopscope.cli import main, training_commands
 from loopscope.data import TorchLoader
 from loopscope.errors import this_command, user_code_lines
 from torch.utils.data import DataLoader
@@ -93,7 +93,7 @@ def test_dataset_error_shows_user_code_line(workers, tmp_path: Path, capfd) -> N
 @pytest.mark.slow
 def test_internal_error_is_raised_unchanged(tmp_path: Path, monkeypatch) -> None:
     """An error whose traceback has no user code is raised with its own type and message."""
-    monkeypatch.setattr(command, "check_device", json.loads)
+    monkeypatch.setattr(training_commands, "check_device", json.loads)
     with registered(Small), pytest.raises(TypeError, match="the JSON object must be"):
         main(["run", "small", "--output-dir", str(tmp_path)])
 

@@ -8,18 +8,8 @@ from loopscope import (
     experiments,  # noqa: F401 - fills the registry
     training_hooks,  # noqa: F401 - fills the registry
 )
-from loopscope.console.tables import (
-    comparison_rows,
-    comparison_table,
-    documented,
-    experiment_list,
-    first_line,
-    hook_list,
-    hook_page,
-    hook_table,
-    points_text,
-    result_line,
-)
+from loopscope.console.hook_pages import documented, experiment_list, first_line, hook_list, hook_page, points_text
+from loopscope.console.tables import comparison_rows, comparison_table, hook_table, result_line
 from loopscope.hooks import ExperimentRegistry, HookPoint, HookRegistry, MetricInfo, TrainingHook, hook_options
 from loopscope.hooks.selection import hook_kind
 from rich.cells import cell_len

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.checkpoints import RunState
-from loopscope.engine import BudgetSettings, HookManager, budget_text
+from loopscope.console import budget_text
+from loopscope.engine import BudgetSettings, HookManager
 from loopscope.engine.budget import (
     FIRST_WINDOW,
     MOST,

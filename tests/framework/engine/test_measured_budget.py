@@ -8,7 +8,7 @@ from typing import Any
 import loopscope
 import pytest
 import torch
-from loopscope.engine import budget_text
+from loopscope.console import budget_text
 from torch import Tensor, nn
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")]
