@@ -39,6 +39,7 @@ ORDER = (
         "durable_files",
         "file_digests",
         "student_t",
+        "sequential_test",
         "tensors",
         "state.values",
         "state.generators",

@@ -16,6 +16,7 @@ from .check import check_parser
 from .compare import compare_parser
 from .diff import diff_parser
 from .doctor import doctor_parser
+from .equal import equal_parser
 from .hook_pages import hooks_parser, list_parser
 from .listing import ls_parser, show_parser
 from .new import new_parser
@@ -60,6 +61,7 @@ def completion_script(shell: str, parsers: Iterable[CommandParser]) -> str:
         _declare_values(parser)
         _add(commands, parser.command, parser)
     commands.add_parser("check", parents=[check_parser()], add_help=False, help="Check the laws of a training.")
+    commands.add_parser("equal", parents=[equal_parser()], add_help=False, help="Judge an edit of a training.")
     commands.add_parser("watch", parents=[watch_parser()], add_help=False, help="Run a training script unchanged.")
     experiments = commands.add_parser("run", help="Train an experiment.").add_subparsers()
     for experiment in ExperimentRegistry:

@@ -24,6 +24,7 @@ USAGE = """usage: loopscope COMMAND ...
   loopscope run EXPERIMENT   train an experiment with hooks; --help shows its options
   loopscope watch COMMAND    run a training script unchanged, with loopscope attached; --help shows its options
   loopscope check COMMAND    try laws that every training obeys on the first batches of a script, or of an experiment
+  loopscope equal A B        tell whether an edit of a training is better, worse or equal, by pairs of runs
   loopscope ls [FOLDER]      list the runs in a folder: state, length, final metrics
   loopscope show RUN         show the options, the result and the metrics of a run
   loopscope doctor RUN       diagnose a run: what is wrong, why, and what to do next
@@ -63,13 +64,14 @@ def main(arguments: Sequence[str] | None = None, *, packages: str | Sequence[str
         torch, numpy = _installed("torch"), _installed("numpy")
         print(f"loopscope {_installed('loopscope')}, python {python_version()}, torch {torch}, numpy {numpy}")  # noqa: T201
         return 0
-    if words[0] in ("watch", "check"):
-        # Nothing slow is imported: the first replaces this process, the second starts another one.
+    if words[0] in ("watch", "check", "equal"):
+        # Nothing slow is imported: the first replaces this process, the others start some.
         from .check import check
+        from .equal import equal
         from .watch import watch
 
         try:
-            return watch(words[1:]) if words[0] == "watch" else check(words[1:])
+            return {"watch": watch, "check": check, "equal": equal}[words[0]](words[1:])
         except SystemExit as end:  # a parser's --help
             return int(end.code or 0)
     with preserved_streams():
