@@ -38,8 +38,6 @@ Exit status: 0 for equal or better, 1 for worse, 2 for bad input, 3 if the pairs
 """
 ALPHA = 0.05
 """The probability that any answer of a question, or of all questions of a ledger, is wrong."""
-FEWEST = 4
-"""Pairs before which nothing is decided."""
 MOST_VALUES, MOST_DECIDING = 30, 3
 STATUS = {"better": 0, "equal": 0, "worse": 1, "undecided": 3}
 Values = Mapping[str, float]
@@ -122,7 +120,7 @@ class Question:
     @property
     def is_decided(self) -> bool:
         """Whether the pairs so far give an answer."""
-        return len(self._pairs) >= FEWEST and self._judge(self._metric or "").answer != "undecided"
+        return self._judge(self._metric or "").answer != "undecided"
 
     def answer(self) -> dict[str, Any]:
         """Return the answer and its reasons as plain values."""
@@ -297,7 +295,7 @@ def _tree(revision: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="loopscope-equal-") as folder:
         tree = Path(folder, "tree")
         added = git(["git", "worktree", "add", "--detach", str(tree), revision])
-        require(added.returncode == 0, f"git has no tree of {revision!r}: {added.stderr.strip().splitlines()[-1:]}.")
+        require(added.returncode == 0, f"git has no tree of {revision!r}: {added.stderr.strip()}")
         try:
             yield tree / prefix.stdout.strip()
         finally:

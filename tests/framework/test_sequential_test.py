@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from loopscope import sequential_test
 from loopscope.sequential_test import SPREAD, interval_half_width, judge, pairs_needed
 from loopscope.student_t import critical_t
@@ -46,6 +47,33 @@ def test_looking_after_each_pair_keeps_the_error(kind: str) -> None:
     for pairs in range(2, 61):
         wrong |= np.abs(values[:, :pairs].mean(1)) > widths(values, pairs)
     assert wrong.mean() <= ALPHA
+
+
+def final_losses(trainings: int, seed: int) -> np.ndarray:
+    """Train networks side by side on one task, each from other weights and with other batches; return their losses."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(256, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = (x[:, :1] * x[:, 1:2]).sin()
+    first = 0.5 * torch.randn(trainings, 4, 12, generator=generator, dtype=torch.float64)
+    second = 0.3 * torch.randn(trainings, 12, 1, generator=generator, dtype=torch.float64)
+    weights = [first.requires_grad_(), second.requires_grad_()]
+    optimizer = torch.optim.SGD(weights, 0.2)
+    for _ in range(60):
+        rows = torch.randint(256, (trainings, 32), generator=generator)
+        losses = ((x[rows] @ first).tanh() @ second - y[rows]).square().mean((1, 2))
+        optimizer.zero_grad()
+        losses.sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        return np.asarray(((x @ first).tanh() @ second - y).square().mean((1, 2)))
+
+
+@pytest.mark.statistical
+def test_a_training_is_rarely_better_than_itself() -> None:
+    """Of 200 questions about two equal trainings, at most 5 % are answered by better or worse at any of 20 looks."""
+    pairs = np.asarray(final_losses(200 * 20, 1) - final_losses(200 * 20, 2)).reshape(200, 20)
+    answers = [{judge(row[:n], 1e-9, ALPHA).answer for n in range(2, 21)} for row in pairs.tolist()]
+    assert sum(bool(found & {"better", "worse"}) for found in answers) <= 10
 
 
 @pytest.mark.longer
