@@ -24,7 +24,6 @@ MAIN_FIGURES = (
     "Ten observers in the loop, own time",
     "HF Trainer with three observers",
     "Lightning with three observers",
-    "--with-hooks observers",
     "--with-hooks full, 60 epochs",
     "Intervention, mutates = True: a visit after a step",
     "Tensors alive, ten observers",
@@ -34,6 +33,10 @@ MAIN_FIGURES = (
     "health, peak memory",
 )
 """The rows of the benchmarks in the summary."""
+
+
+WHOLE = "What it costs you"
+"""The section of the benchmarks with whole commands."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,23 @@ def benchmarks() -> list[str]:
         "",
         f"{met} of {len(judged)} bars are met. The others are: {missed}.",
         "",
+        *whole_commands(text),
         *table(columns, shown),
     ]
+
+
+def whole_commands(text: str) -> list[str]:
+    """Return the costs of whole commands, one line for each; nothing until `make bench` has measured them."""
+    costs: dict[tuple[str, str], dict[str, str]] = {}
+    section = text.partition(f"## {WHOLE}\n")[2].partition("\n## ")[0]
+    for row in rows(section):
+        command, _, what = row["Figure"].rpartition(", ")
+        costs.setdefault((row["Against"], command), {})[what] = row["Measured"]
+    measures = ("time of the command", "CPU time", "peak memory", "files")
+    shown = [
+        [against, f"`{command}`", *(cost[name] for name in measures)] for (against, command), cost in costs.items()
+    ]
+    return [*table(("training", "with", *measures), shown), ""] if shown else []
 
 
 def zoo() -> list[str]:

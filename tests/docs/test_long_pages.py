@@ -44,3 +44,14 @@ def test_every_main_figure_is_measured() -> None:
 
 def test_examples_of_the_module_are_right() -> None:
     assert doctest.testmod(long_pages).failed == 0
+
+
+def test_whole_commands_have_one_line_each() -> None:
+    """The measures of a command, which are rows of the benchmarks, are columns of the page."""
+    rows = "".join(
+        f"| watch, {name} | an MLP alone, 3.2 s | {value} |\n"
+        for name, value in (("time of the command", 1), ("CPU time", 2), ("peak memory", 3), ("files", 4))
+    )
+    text = f"## {long_pages.WHOLE}\n\n| Figure | Against | Measured |\n| --- | --- | --- |\n{rows}\n## The loop\n"
+    assert long_pages.whole_commands(text)[-2] == "| an MLP alone, 3.2 s | `watch` | 1 | 2 | 3 | 4 |"
+    assert not long_pages.whole_commands("## The loop\n")
