@@ -1,6 +1,10 @@
 """The budget on models whose steps take 0.3 ms to 1 s, by the clock of the processor."""
 
 import json
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import thread_time
 from typing import Any
@@ -90,6 +94,32 @@ def assert_kept(report: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("width", "rows", "depth"), MODELS.values(), ids=[*MODELS])
 def test_hooks_keep_the_budget(width: int, rows: int, depth: int, tmp_path: Path) -> None:
     assert_kept(trained(tmp_path / "run", width, rows, depth))
+
+
+@contextmanager
+def busy_processes() -> Iterator[None]:
+    """Let two processes for each processor compute during the body."""
+    processes = [multiprocessing.get_context("spawn").Process(target=_spin) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        for process in processes:
+            process.start()
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("name", ["perceptron 128", "perceptron 512", "perceptron 1024"])
+def test_hooks_keep_the_budget_under_contention(name: str, tmp_path: Path) -> None:
+    """Other processes take two thirds of the processor's time, but none of the thread's CPU time, which counts."""
+    with busy_processes():
+        assert_kept(trained(tmp_path / "run", *MODELS[name]))
 
 
 def test_budget_is_kept_after_steps_become_faster(tmp_path: Path) -> None:
