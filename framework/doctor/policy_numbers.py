@@ -5,6 +5,7 @@ The record keeps the names of the trainers; detectors and pages read them by thi
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from .history import EMPTY, Curve, History
 
@@ -51,6 +52,7 @@ LENGTHS_OF_EPISODES = re.compile(r".*(ep_len|episodic_length)")
 """Names of lengths of episodes, which are no completions of a language model."""
 
 
+@lru_cache(4096)
 def common_name(name: str) -> str:
     """Return the common name of a reported number; an empty text if it has none.
 
