@@ -284,8 +284,6 @@ class Budget:
         self._report: dict[str, Any] = {}  # once the run has ended
         self.reporter: Listener | None = None
         """The listener whose loss is recorded at every step, also without a call of its hook."""
-        self.replaced: Listener | None = None
-        """The same listener if the record of the loop's values replaces all of its calls."""
 
     # The life cycle
 
@@ -296,8 +294,7 @@ class Budget:
             if is_free and any(item.point in STEP_POINTS for item in self._hooks.listeners.of(hook)):
                 self._original[hook.name] = hook, hook.step_schedule, hook.point_schedules
         self.factors = dict.fromkeys(self._original, 1)
-        self.reporter = self._loss_reporter()
-        self.replaced = self.reporter if self.reporter is not None and self.reporter.hook.has_fixed_schedule else None
+        self.reporter = None if self._hooks.listeners.recorded is not None else self._loss_reporter()
         restored = self._delivery.last().get(f"{BUDGET.name}/{THINNING}", {})
         self._apply({name: int(factor) for name, factor in restored.items()})
         if self._decisions is None and self._original:
@@ -467,7 +464,7 @@ class Budget:
         for hook in self._hooks:
             listeners = [item for item in self._hooks.listeners.of(hook) if item.point in STEP_POINTS]
             for item in listeners:
-                if hook.name not in self._original and item is not self.replaced:
+                if hook.name not in self._original and item is not self._hooks.listeners.recorded:
                     for point in _places(int(item.point)):
                         occupied.setdefault(point, set()).add(item.schedule.every_n_steps)
             if hook.name not in self._original:

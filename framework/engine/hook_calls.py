@@ -101,8 +101,11 @@ class HookCalls:
 
         Without due hooks, return before any setup.
         """
-        loop = self._state.loop
+        loop, recorded = self._state.loop, self._hooks.listeners.recorded
         due_listeners = [item for item in listeners if item.is_always_due or item.is_due(loop.epoch, loop.step)]
+        if recorded is not None and recorded in due_listeners:
+            due_listeners.remove(recorded)
+            self._report_loop_values(recorded)
         if not due_listeners:
             return
         if point not in STEP_POINTS and any([listener.hook.reports_evaluations for listener in due_listeners]):
@@ -137,16 +140,17 @@ class HookCalls:
             self.call(point, listeners)
             return
         step, epoch, first_due = self._state.loop.step, self._state.loop.epoch, self._hooks.listeners.first_due
-        reporter = budget.reporter if budget.reporter is not None and budget.reporter.point is point else None
+        recorded = self._hooks.listeners.recorded
+        reporter = recorded or budget.reporter
         due_listeners: Sequence[Listener] = ()
         if step >= first_due[point]:
-            due_listeners = [item for item in listeners if item is not budget.replaced and item.is_due(epoch, step)]
-        if reporter is not None and reporter not in due_listeners:
+            due_listeners = [item for item in listeners if item is not recorded and item.is_due(epoch, step)]
+        if reporter is not None and reporter.point is point and reporter not in due_listeners:
             self._report_loop_values(reporter)
         if due_listeners:
             budget.time_visit(point, partial(self.call, point, due_listeners))
         if step >= first_due[point]:
-            self._hooks.listeners.find_first_due(point, step + 1, budget.replaced)
+            self._hooks.listeners.find_first_due(point, step + 1)
 
     def _report_loop_values(self, reporter: Listener) -> None:
         """Record the loss of a step at which the hook that reports it is not called."""

@@ -86,6 +86,8 @@ class Listeners:
                 by_point[point].append(Listener(hook, point, window))
         self.at = [sorted(listeners, key=attrgetter("call_order")) for listeners in by_point]
         """The listeners by hook point. A point without listeners costs only this lookup."""
+        self.recorded = self._recorded()
+        """The listener that is never called, since a record of the loop's values replaces all of its calls."""
         self.first_due = self._unknown_first_due()
         """By point, a step before which no listener is due; 0 if it is not known, as always without a budget."""
         self.of_backward_passes = [
@@ -98,18 +100,28 @@ class Listeners:
         self.first_due = self._unknown_first_due()
         for listener in (item for listeners in self.at for item in listeners):
             listener.reschedule()
+        self.recorded = self._recorded()
+
+    def _recorded(self) -> Listener | None:
+        """Return the listener of every step whose hook reports values of the loop alone, as ``training_metrics`` does.
+
+        Without it, many visits to POST_STEP would have this hook alone, and cost more than the step of a small model.
+        """
+        items = (item for item in self.at[HookPoint.POST_STEP] if item.hook.loop_values and item.takes_every_step)
+        return next((item for item in items if item.hook.has_fixed_schedule and _reports_as_declared(item.hook)), None)
 
     def _unknown_first_due(self) -> list[int]:
         return [0 if listeners else sys.maxsize for listeners in self.at]
 
-    def find_first_due(self, point: HookPoint, step: int, without: Listener | None) -> None:
+    def find_first_due(self, point: HookPoint, step: int) -> None:
         """Find the first step from ``step`` on at which a listener of a step-level point may be due."""
-        steps = [item.next_due(step) for item in self.at[point] if item is not without]
+        steps = [item.next_due(step) for item in self.at[point] if item is not self.recorded]
         self.first_due[point] = min(steps, default=sys.maxsize)
 
     def drop(self, hook: TrainingHook) -> None:
         """Remove all listeners of a hook."""
         self.at = [[listener for listener in listeners if listener.hook is not hook] for listeners in self.at]
+        self.recorded = self._recorded()
         self.of_evaluations = [listener for listener in self.of_evaluations if listener.hook is not hook]
         self.of_backward_passes = [other for other in self.of_backward_passes if other is not hook]
 
@@ -141,3 +153,11 @@ class Listeners:
     def any_has(self, flag: str) -> bool:
         """Return whether any hook with a listener has the ``flag``."""
         return any(getattr(listener.hook, flag) for listeners in self.at for listener in listeners)
+
+
+def _reports_as_declared(hook: TrainingHook) -> bool:
+    """Return whether no subclass of the class that declares ``loop_values`` has a ``compute`` of its own."""
+    declaring, computing = (
+        next(kind for kind in type(hook).__mro__ if name in vars(kind)) for name in ("loop_values", "compute")
+    )
+    return issubclass(declaring, computing)

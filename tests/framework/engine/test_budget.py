@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.checkpoints import RunState
 from loopscope.console import budget_text
+from loopscope.digests import state_digests
 from loopscope.engine import BudgetSettings, HookManager
 from loopscope.engine.budget import (
     FIRST_WINDOW,
@@ -212,7 +213,7 @@ def plain() -> Reporter:
 def test_weights_do_not_depend_on_the_budget(clock: Clock) -> None:
     """The training state is equal bit for bit with and without a budget."""
     runs = [trained(clock, [costly(clock, "large", STEP)], manager) for manager in (within(0.05, "large"), HookManager)]
-    digests = [loopscope.digests.state_digests(run.state) for run in runs]
+    digests = [state_digests(run.state) for run in runs]
     assert digests[0] == digests[1]
 
 

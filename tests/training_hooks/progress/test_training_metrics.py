@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from loopscope.hooks import HookPoint, HookRegistry, Series
+from loopscope.hooks import HookPoint, HookRegistry, Metrics, RunDataContext, Series
 from loopscope.hooks.selection import select_hooks
+from loopscope.isolation import Isolation
 from loopscope.training_hooks.progress import TrainingMetrics
 
 from tests.support import Case, SpyHook, at, train
@@ -127,3 +128,29 @@ def test_every_reported_name_is_described(loop):
     run = train(Case(loop=loop), [TrainingMetrics()], evaluate=evaluated(train_acc=1, val_acc=1, other=1))
     names = {name.removeprefix("training_metrics/") for metrics, *_ in run.sink.emitted for name in metrics}
     assert names == {info.name for info in TrainingMetrics().describe_metrics()}
+
+
+class CalledMetrics(TrainingMetrics):
+    """The same metrics from calls at every step."""
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        return super().compute(ctx)
+
+
+def test_values_of_steps_need_no_visit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record of the loop's values replaces the calls in steps, with the same rows."""
+    visits: list[int] = []
+    start = Isolation.start_visit
+
+    def counted(isolation: Isolation) -> None:
+        visits[-1] += 1
+        start(isolation)
+
+    monkeypatch.setattr(Isolation, "start_visit", counted)
+    rows = []
+    for kind in (TrainingMetrics, CalledMetrics):
+        visits.append(0)
+        result = train(Case(loop="step"), [kind()])
+        rows.append([result.sink.rows(f"training_metrics/{name}") for name in ("loss", "lr")])
+    assert rows[0] == rows[1]
+    assert visits[1] - visits[0] == len(rows[0][0])
