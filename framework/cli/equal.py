@@ -33,7 +33,7 @@ added to every seed that the script sets, until the answer is known: its interva
 runs are compared as they are, paired in the order of their names.
 Exit status: 0 for equal or better, 1 for worse, 2 for bad input, 3 if the pairs do not decide.
 
-  loopscope equal "python train.py" "python train.py --warmup 100" --metric val_loss --within 0.5%
+  loopscope equal "python train.py" "python train.py --warmup 100" --metric val_loss --within 0.5%%
   loopscope equal --git main..HEAD "python train.py" --pairs 20
 """
 ALPHA = 0.05

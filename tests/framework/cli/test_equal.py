@@ -162,3 +162,8 @@ def test_revisions_are_compared(
     assert git("worktree", "list").count("\n") == 1
     assert main(["equal", "--git", "HEAD..nowhere", f"{sys.executable} train.py"]) == 2
     assert "git has no tree of 'nowhere'" in capfd.readouterr().err
+
+
+def test_help_has_its_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["equal", "--help"]) == 0
+    assert "--within 0.5%\n" in capsys.readouterr().out
