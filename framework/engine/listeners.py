@@ -156,7 +156,7 @@ class Listeners:
 
 
 def _reports_as_declared(hook: TrainingHook) -> bool:
-    """Return whether no subclass of the class that declares ``loop_values`` has a ``compute`` of its own."""
+    """Return whether no subclass of the class that declares ``loop_values`` has another ``compute``."""
     declaring, computing = (
         next(kind for kind in type(hook).__mro__ if name in vars(kind)) for name in ("loop_values", "compute")
     )
