@@ -21,6 +21,7 @@ from .gradients import (
 )
 from .lowbit import GradientOverflow, MetisSplit, RangePenaltyReport
 from .outputs import OutputLogits, TokenLoss
+from .policies import PolicyHealth
 from .progress import LossSpikes, Phases, TrainingDiagnostics, TrainingMetrics
 from .updates import (
     AdamDynamics,
@@ -69,6 +70,7 @@ __all__ = [
     "ParameterNorms",
     "PathLength",
     "Phases",
+    "PolicyHealth",
     "QKClip",
     "RangePenaltyReport",
     "Sharpness",

@@ -11,6 +11,16 @@ from .history import EMPTY, Curve, History
 
 ORIGIN = "reported/"
 """The origin of reported numbers in the record."""
+HEALTH = "policy_health"
+"""The hook that measures numbers which trainers have not reported."""
+MEASURED = {
+    f"{HEALTH}/{name}": common
+    for name, common in {
+        "episode_return": "reward", "kl": "kl", "approx_kl": "approx_kl", "entropy": "entropy",
+        "clip_fraction": "clip_fraction", "explained_variance": "explained_variance",
+    }.items()
+}  # fmt: skip
+"""Common names of its numbers."""
 COMMON_NAMES: Mapping[str, tuple[str, ...]] = {
     "reward": (
         r"reward", r"rollout/ep_rew_mean", r"(charts/)?episodic_return", r"episode_reward(_mean)?", r"reward_mean",
@@ -60,7 +70,7 @@ def common_name(name: str) -> str:
     ('approx_kl', 'kl', '')
     """
     if not name.startswith(ORIGIN):
-        return ""
+        return MEASURED.get(name, "")
     short = name.removeprefix(ORIGIN).lower()
     for variant in (short, short.removeprefix("train/")):
         for common, pattern in _PATTERNS.items():
@@ -70,9 +80,9 @@ def common_name(name: str) -> str:
 
 
 def by_common_name(names: Iterable[str]) -> dict[str, str]:
-    """Return the first of these metrics for each common name."""
+    """Return the first of these metrics for each common name, a reported one if there is one."""
     found: dict[str, str] = {}
-    for name in names:
+    for name in sorted(names, key=MEASURED.__contains__):
         if common := common_name(name):
             found.setdefault(common, name)
     return found

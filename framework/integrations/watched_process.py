@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..doctor.senses import note_environment
 from ..errors import LoopscopeError, UsageError, with_lines
 from ..hooks import StepSchedule
 from ..isolation import VISITS
@@ -428,6 +429,11 @@ def on_report(kind: str, inputs: tuple[Any, ...], options: Mapping[str, Any]) ->
     if _PROCESS:
         is_method = "wandb_run" in kind or "tensorboard" in kind
         _PROCESS[0].report(numbers_of_call(kind, inputs[is_method:], options))
+
+
+def on_environment(name: str, environment: Any, result: Any) -> None:
+    """Note the result of ``reset`` or ``step`` of an environment."""
+    note_environment(name, environment, result)
 
 
 os.register_at_fork(after_in_child=_PROCESS.clear)

@@ -13,11 +13,13 @@ from . import (
     outputs,
     parameters,
     policies,
+    policy_losses,
     precision,
     speed,
 )
 
 __all__ = [
     "activations", "data", "gradients", "initialisation", "learning_rates", "losses", "modes", "nonfinite",
-    "optimizers", "outputs", "parameters", "policies", "precision", "speed",
+    "optimizers", "outputs", "parameters", "policies", "policy_losses",
+    "precision", "speed",
 ]

@@ -12,8 +12,10 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, Floats, History, median_of
-from ..policy_numbers import LENGTHS_OF_EPISODES, PolicyNumbers
+from ..policy_numbers import HEALTH, LENGTHS_OF_EPISODES, MEASURED, PolicyNumbers
 
+SLOW = 10
+"""Times as many rollouts for a critic that is updated once for each."""
 FEWEST = 10
 """Points of a curve from which on its course is judged."""
 
@@ -69,7 +71,10 @@ class RewardsWithoutSpread(Detector):
         numbers = PolicyNumbers(history)
         name, shares = "groups_without_spread", numbers.curve("groups_without_spread").values
         steps = numbers.curve(name).steps
-        if name not in numbers:
+        if name not in numbers and "reward_std" not in numbers:
+            name = f"{HEALTH}/advantage_zero_fraction"
+            shares, steps = history.curve(name).values, history.curve(name).steps
+        elif name not in numbers:
             name = "reward_std"
             shares, steps = (numbers.curve(name).values < 1e-6).astype(float), numbers.curve(name).steps
         if len(shares) < self.points or not median_of(shares[-int(self.points) :]) >= self.share:
@@ -77,12 +82,13 @@ class RewardsWithoutSpread(Detector):
         is_from_start = median_of(shares) >= self.share
         reward = numbers.curve("reward")
         since = int(steps[0]) if is_from_start else int(steps[_start_of_streak(shares >= self.share)])
+        average = f" ({reward.last:.3g} on average)" if len(reward) else ""
         has_learned = not is_from_start and reward.end_level() > reward.start_level()
         yield self.finding(
             "critical" if is_from_start else "info" if has_learned else "warning",
             since,
             f"In {float(np.mean(shares[-int(self.points) :])):.0%} of the newest groups all completions get the same "
-            f"reward ({reward.last:.3g} on average), so their advantages are 0 and nothing is learned from them.",
+            f"reward{average}, so their advantages are 0 and nothing is learned from them.",
             "Reward partial success, use prompts that the model solves sometimes, more generations per prompt, or a "
             "higher temperature.",
             Evidence(numbers.name(name), numbers.curve(name).last, self.share, "below 0.5"),
@@ -113,7 +119,10 @@ class ReferenceIsTrained(Detector):
         numbers = PolicyNumbers(history)
         names = ["kl"] if "kl" in numbers else ["chosen_reward", "rejected_reward"]
         curves = [numbers.curve(name) for name in names]
+        zeros = history.curve(f"{HEALTH}/preference_zero_fraction")
         updates = history.update_ratios
+        if names != ["kl"] and not min(map(len, curves)) and len(zeros):
+            curves = [Curve.of_points(list(zeros.steps), list(1 - zeros.values))]
         if min(map(len, curves)) < self.points or not (len(updates) and updates.last > 0):
             return
         if any(np.any(curve.values != 0) for curve in curves):
@@ -362,7 +371,10 @@ class DeadCritic(Detector):
         numbers = PolicyNumbers(history)
         curve = numbers.curve("explained_variance")
         later = curve.values[len(curve) // 2 :]
-        if len(curve) >= self.points and median_of(later) <= self.share and curve.end_level() <= self.share:
+        # With one update per rollout, at which the new policy is the old one, a critic needs more of them.
+        is_slow = "approx_kl" in numbers and float(np.max(np.abs(numbers.curve("approx_kl").values), initial=0)) < 1e-9
+        least = self.points * (SLOW if is_slow else 1)
+        if len(curve) >= least and median_of(later) <= self.share and curve.end_level() <= self.share:
             yield self.finding(
                 "warning",
                 curve.first_step,
@@ -463,6 +475,8 @@ class RatioAlwaysOne(Detector):
         """Return a remark if the divergence from the old policy is 0 in all reports."""
         numbers = PolicyNumbers(history)
         curve = numbers.curve("approx_kl")
+        if numbers.name("approx_kl") in MEASURED:  # also of trainers with one update per rollout by default
+            return
         if len(curve) >= 5 and float(np.max(np.abs(curve.values))) < 1e-9:
             yield self.finding(
                 "info",

@@ -2,8 +2,28 @@
 
 from .backward_passes import BackwardPass
 from .backward_recorder import BackwardRecorder
+from .caller_variables import variables_with
+from .episodes import EPISODES, Episodes, note_environment
 from .evaluation_dropout import EvaluationDropout
 from .evaluation_modes import EvaluationModes
 from .loss_graph import last_divisor
+from .policy_graph import MOST_PARTS, LogProbs, PolicyTerms, Regressed, Weighted, policy_terms, sampled_rows
 
-__all__ = ["BackwardPass", "BackwardRecorder", "EvaluationDropout", "EvaluationModes", "last_divisor"]
+__all__ = [
+    "EPISODES",
+    "MOST_PARTS",
+    "BackwardPass",
+    "BackwardRecorder",
+    "Episodes",
+    "EvaluationDropout",
+    "EvaluationModes",
+    "LogProbs",
+    "PolicyTerms",
+    "Regressed",
+    "Weighted",
+    "last_divisor",
+    "note_environment",
+    "policy_terms",
+    "sampled_rows",
+    "variables_with",
+]

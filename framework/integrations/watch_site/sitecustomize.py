@@ -34,6 +34,8 @@ _REPORTS = {
     "stable_baselines3.common.logger": ("Logger", "dump"),
 }
 """The class, if any, and the functions by which loggers receive numbers, by module."""
+_ENVIRONMENTS = ("gymnasium.wrappers.common", "gymnasium.wrappers.order_enforcing")
+"""The modules, by version, with the wrapper that ``gymnasium.make`` puts around every environment."""
 _SEEDING = {"random": ("seed",), "numpy.random": ("seed", "default_rng"), "torch.random": ("manual_seed",)}
 """The functions that seed generators, by module."""
 _SHIFT = int(os.environ.get("LOOPSCOPE_WATCH_SEED", 0))
@@ -83,6 +85,9 @@ def _on_import(module: Any) -> None:
         _before(module, "destroy_process_group", lambda *_: _tell("on_group_end"))
     elif name in _TRAINERS:
         _before_training(module.Trainer, _TRAINERS[name])
+    elif name in _ENVIRONMENTS:
+        for function in ("reset", "step"):
+            _with_result(module.OrderEnforcing, function, functools.partial(_tell, "on_environment", function))
     else:
         owner, *functions = _REPORTS[name]
         for function in functions:
@@ -98,6 +103,19 @@ def _after(owner: Any, name: str, tell: Any) -> None:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         tell(*args)
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+def _with_result(owner: Any, name: str, tell: Any) -> None:
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def wrapper(environment: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(environment, *args, **kwargs)
+        if "torch" in sys.modules:
+            tell(environment, result)
         return result
 
     setattr(owner, name, wrapper)
@@ -201,7 +219,7 @@ class _Finder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         is_seeding = name in _SEEDING and _SHIFT
         is_noted = name == _MODULES and _NOTES_ARGUMENTS
-        is_known = name in (_OPTIMIZERS, _GROUPS) or name in _TRAINERS or name in _REPORTS
+        is_known = name in (_OPTIMIZERS, _GROUPS) or name in (*_TRAINERS, *_REPORTS, *_ENVIRONMENTS)
         if not (is_known or is_seeding or is_noted):
             return None
         for finder in sys.meta_path:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from loopscope.doctor import History, diagnose
+from loopscope.doctor import DetectorRegistry, History, diagnose
+from loopscope.doctor.detectors import policies, policy_losses
 from loopscope.doctor.policy_numbers import COMMON_NAMES, by_common_name, common_name, course_of
 
 POINTS = 60
@@ -23,7 +24,7 @@ def history_of(course: Course) -> History:
     """Return the history of a training that has reported these numbers."""
     history = History()
     for step in range(POINTS):
-        reported = {f"reported/{name}": values[step] for name, values in course.items()}
+        reported = {name if "health/" in name else f"reported/{name}": values[step] for name, values in course.items()}
         loss = 0.1 + 0.01 * RNG.standard_normal()
         history.add(step + 1, {**reported, "training_checks/update_ratio": 0.01, "training_checks/loss": loss})
     return history
@@ -45,6 +46,16 @@ FAULTS: dict[str, Course] = {
     "completions-truncated": {"reward": REWARD, "completions/clipped_ratio": line(0.96, 1.0)},
     "critic-explains-nothing": {"rollout/ep_rew_mean": line(20, 25, 2), "train/explained_variance": line(0, 0, 0.02)},
     "reward-falls": {"rollout/ep_rew_mean": line(22, 9, 0.5), "train/entropy_loss": line(-0.69, -0.5)},
+    "policy-loss-sign": {"policy_health/return_correlation": line(-0.9, -0.7, 0.1)},
+    "entropy-bonus-sign": {"policy_health/entropy_sign": line(1, 1)},
+    "advantages-of-pairs": {"policy_health/advantages_of_pairs": line(1, 1)},
+    "target-network-stuck": {
+        "policy_health/target_network_age": line(1, 60),
+        "policy_health/target_network_distance": line(0, 0),
+    },
+    "terminal-values-leak": {"policy_health/terminal_spread": line(0.8, 1.1, 0.1)},
+    "same-transition": {"policy_health/same_rows_fraction": line(1, 1)},
+    "advantage-is-length": {"policy_health/length_correlation": line(0.97, 0.99, 0.01)},
     "sampler-differs": {"reward": REWARD, "sampling/sampling_logp_difference/mean": line(0.3, 0.4, 0.02)},
 }
 SOUND: dict[str, Course] = {
@@ -61,6 +72,18 @@ SOUND: dict[str, Course] = {
     },
     "dqn": {"rollout/ep_rew_mean": line(22, 9.5, 0.5), "rollout/exploration_rate": line(1, 0.05)},
     "continuous": {"rollout/ep_rew_mean": line(-1500, -200, 40), "train/entropy_loss": line(-1.4, 0.6)},
+    "plain": {
+        "policy_health/episode_return": line(20, 180, 4), "policy_health/entropy": line(0.69, 0.3, 0.02),
+        "policy_health/entropy_sign": line(-1, -1), "policy_health/loss_sign": line(-1, -1),
+        "policy_health/return_correlation": line(0.6, 0.2, 0.2), "policy_health/advantage_zero_fraction": line(0, 0),
+        "policy_health/terminal_spread": line(0, 0), "policy_health/target_network_age": line(1, 30, 9),
+        "policy_health/target_network_distance": line(0, 0.1), "policy_health/same_rows_fraction": line(0.02, 0.02),
+        "policy_health/length_correlation": line(0.3, 0.1, 0.4), "policy_health/approx_kl": line(0, 0),
+    },
+    "one update per rollout": {
+        "rollout/ep_rew_mean": line(20, 25, 2), "train/explained_variance": line(0, 0, 0.02),
+        "train/approx_kl": line(0, 0),
+    },
     "sft": {"entropy": line(3, 0.1), "mean_token_accuracy": line(0.2, 0.9)},
     "dpo": {"rewards/chosen": line(0, -1, 0.1), "rewards/rejected": line(0, -3, 0.1)},
 }  # fmt: skip
@@ -69,6 +92,11 @@ SOUND: dict[str, Course] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_course_is_found(name: str) -> None:
     assert name in severe(FAULTS[name])
+
+
+def test_every_detector_has_a_planted_course() -> None:
+    names = {one.name for one in DetectorRegistry if one.__module__ in (policies.__name__, policy_losses.__name__)}
+    assert names - {*FAULTS} == {"ratio-always-one"}
 
 
 @pytest.mark.parametrize("name", SOUND)

@@ -1,0 +1,250 @@
+"""Detectors of mistakes in the losses of policies and values, from what the hook ``policy_health`` reads of them."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..detector import Detector, DetectorRegistry, Threshold
+from ..findings import Evidence, Finding
+from ..history import History, median_of
+from ..policy_numbers import HEALTH
+from ..rules import Rule, RuleValue
+
+
+def least(history: History, metric: str) -> RuleValue:
+    """Return the least value of all checks, after the first of them, from the first step on."""
+    curve = history.curve(metric)
+    return RuleValue(float(np.min(curve.values)) if len(curve) >= 3 else 0.0, curve.first_step)
+
+
+@DetectorRegistry.register
+class PolicyLossSign(Detector):
+    """Finds a policy loss without its minus sign, which makes good actions less probable.
+
+    Symptom: The reward of a policy does not rise, or falls
+
+    The loss rises with the log-probability of actions with a positive advantage, so that the optimizer makes them less
+    probable. Write -(advantage * log_prob).mean(), and -min(...) of the clipped and the other objective.
+
+    Applies to: REINFORCE, A2C, PPO and GRPO; the advantages are those in a variable of that name, or those that fit the
+    rewards of an environment of gymnasium
+
+    Source: Williams (1992), REINFORCE; Schulman et al., arXiv 1707.06347, equation 7, is maximised
+    """
+
+    name = "policy-loss-sign"
+    stage = "set-up"
+    correlation = Threshold(-0.3, "of advantages and rewards that followed; with the right sign it is 0.2 to 1")
+    points = Threshold(4, "few actions correlate by chance")
+    needs = ()
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the loss rises with the log-probability of actions that were better than expected."""
+        signs, correlations = (history.curve(f"{HEALTH}/{name}") for name in ("loss_sign", "return_correlation"))
+        is_shown = len(signs) >= 2 and bool(np.all(signs.values > 0))
+        fits = median_of(correlations.values) if len(correlations) >= self.points else 0.0
+        if not (is_shown and fits <= 0) and not fits < self.correlation:
+            return
+        curve = signs if is_shown else correlations
+        yield self.finding(
+            "critical",
+            curve.first_step,
+            "The loss of the policy has the wrong sign: it rises with the log-probability of actions with a positive "
+            "advantage, so that training makes good actions less probable"
+            + (f" (correlation with the rewards that followed {fits:.2f})." if fits < 0 else "."),
+            "Minimise -(advantage * log_prob).mean(), or -torch.min(ratio * advantage, clipped * advantage).mean().",
+            Evidence(f"{HEALTH}/{'loss_sign' if is_shown else 'return_correlation'}", curve.last, None, "the opposite"),
+            confidence=0.9,
+        )
+
+
+@DetectorRegistry.register
+class EntropyBonusSign(Rule):
+    """Finds an entropy bonus that is added to the loss instead of subtracted.
+
+    Symptom: The outputs of a policy become nonsense, longer or alike
+
+    The loss rises with the entropy of the policy, so that exploration is punished. Subtract the bonus from the loss.
+
+    Applies to: losses with the entropy of a categorical distribution
+
+    Source: Mnih et al., arXiv 1602.01783, section 4
+    """
+
+    name = "entropy-bonus-sign"
+    stage = "set-up"
+    needs = ()
+    read = staticmethod(least)
+    metric = f"{HEALTH}/entropy_sign"
+    why = "The loss rises with the entropy of the policy, so that training makes the policy certain as early as it can."
+    remedy = "Subtract the entropy from the loss: loss - coefficient * entropy.mean()."
+    usual = "-1"
+    confidence = 0.9
+
+
+@DetectorRegistry.register
+class AdvantagesOfPairs(Rule):
+    """Finds advantages of all pairs of returns and values.
+
+    Symptom: The reward of a policy does not rise, or falls
+
+    Returns of shape (N,) minus values of shape (N, 1) are N × N numbers, so that each action gets the mean advantage
+    of all. Give both the same shape: values.squeeze(-1).
+
+    Applies to: losses of log-probabilities or ratios times advantages
+
+    Source: PyTorch's broadcasting semantics
+    """
+
+    name = "advantages-of-pairs"
+    stage = "set-up"
+    needs = ()
+    metric = f"{HEALTH}/advantages_of_pairs"
+    severity = "critical"
+    why = (
+        "The advantages of N actions are a matrix of N × N pairs, as returns of shape (N,) minus values of shape "
+        "(N, 1) give: every action gets the mean advantage of the batch, so that the policy learns nothing."
+    )
+    remedy = "Give returns and values the same shape before their difference: values.squeeze(-1)."
+    confidence = 0.97
+
+
+@DetectorRegistry.register
+class TargetNetworkStuck(Detector):
+    """Finds a target network that is never updated, or always equals the online one.
+
+    Symptom: The values of a critic diverge, or stay as they were
+
+    The targets of values come from a network of the same shape. If it is never updated, they stay those of random
+    weights; if it is updated at every step, it has no effect. Copy the weights every few hundred updates, or average
+    them with a small factor.
+
+    Applies to: DQN and other methods with target networks; networks up to 5 million parameters
+
+    Source: Mnih et al. (2015), Human-level control, algorithm 1; Lillicrap et al., arXiv 1509.02971, tau = 0.001
+    """
+
+    name = "target-network-stuck"
+    stage = "set-up"
+    updates = Threshold(500, "updates without any change; usual are 1 to 250, and 2,500 in stable-baselines3")
+    checks = Threshold(8, "at which both are equal; a network that is copied now and then differs at most of them")
+    needs = ()
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if the target network has never changed, or was never different."""
+        ages, distances = (history.curve(f"{HEALTH}/target_network_{name}") for name in ("age", "distance"))
+        if len(distances) >= self.checks and not np.any(distances.values):
+            what = "The target network equals the online network at every update, so that it has no effect."
+        elif len(ages) and ages.last >= self.updates and bool(np.all(ages.values == ages.steps)):
+            what = f"The target network was never updated in {int(ages.last)} updates of the online network."
+        else:
+            return
+        yield self.finding(
+            "warning",
+            ages.first_step,
+            what,
+            "Copy the weights every few hundred updates, or average them: target = (1 - tau) * target + tau * online.",
+            Evidence(f"{HEALTH}/target_network_age", ages.last, self.updates, "1 to 250"),
+            Evidence(f"{HEALTH}/target_network_distance", distances.last),
+            confidence=0.8,
+        )
+
+
+@DetectorRegistry.register
+class TerminalValuesLeak(Detector):
+    """Finds targets of values that continue after the end of an episode.
+
+    Symptom: The values of a critic diverge, or stay as they were
+
+    Nothing follows the last step of an episode, so the target of its value is its reward. The mask of terminated
+    episodes is missing: reward + gamma * next_value * (1 - terminated).
+
+    Applies to: environments made by gymnasium.make with observations of numbers that reach the network as they are,
+    under loopscope watch
+
+    Source: Sutton and Barto, Reinforcement Learning, section 3.4: the value of terminal states is 0
+    """
+
+    name = "terminal-values-leak"
+    stage = "set-up"
+    spread = Threshold(0.25, "of that of all targets; with the mask it is 0")
+    points = Threshold(3, "of the newest checks, since the targets of earlier ones may have another scale")
+    needs = ()
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if targets of last steps with equal rewards differ."""
+        curve = history.curve(f"{HEALTH}/terminal_spread")
+        if len(curve) < self.points or not min(median_of(curve.values), median_of(curve.values[-3:])) > self.spread:
+            return
+        yield self.finding(
+            "critical",
+            curve.first_step,
+            "The targets of values at the last steps of episodes differ although their rewards are equal: the value of "
+            "what would follow is added, so the mask of terminated episodes is missing.",
+            "Use reward + gamma * next_value * (1 - terminated).",
+            Evidence(f"{HEALTH}/terminal_spread", curve.last, self.spread, "0"),
+        )
+
+
+@DetectorRegistry.register
+class SameTransition(Rule):
+    """Finds batches of one transition, repeated.
+
+    Symptom: The values of a critic diverge, or stay as they were
+
+    All observations of a batch are equal, at every step: the replay buffer returns one transition again and again.
+    Check the indices that are drawn, and that stored arrays are copies: env.step may return the same array.
+
+    Applies to: values that are learned from observations by layers
+
+    Source: Mnih et al. (2015), Human-level control: transitions are drawn uniformly from the memory
+    """
+
+    name = "same-transition"
+    stage = "set-up"
+    needs = ()
+    read = staticmethod(least)
+    metric = f"{HEALTH}/same_rows_fraction"
+    above = "share"
+    share = Threshold(0.999, "of the rows at all checks; environments with few states repeat some")
+    severity = "critical"
+    why = "All observations of a batch are the same, at every step: the values are learned from single transitions."
+    remedy = "Draw indices of the whole replay buffer, and store copies of observations."
+    usual = "below 0.2"
+    confidence = 0.95
+
+
+@DetectorRegistry.register
+class AdvantageIsLength(Detector):
+    """Finds advantages that are the lengths of completions.
+
+    Symptom: The outputs of a policy become nonsense, longer or alike
+
+    In every batch, longer completions have the higher advantages, so that the reward is the length, or a count that
+    rises with it. Look at a few completions, and normalise the reward by length.
+
+    Applies to: losses with a mask of completions, from their graph
+
+    Source: Singhal et al., arXiv 2310.03716, on length correlations in RLHF
+    """
+
+    name = "advantage-is-length"
+    stage = "set-up"
+    correlation = Threshold(0.9, "of advantages and lengths in a batch; by chance 0 ± 0.5")
+    points = Threshold(5, "batches of a few completions correlate by chance")
+    needs = ()
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a finding if advantages follow lengths in most batches."""
+        curve = history.curve(f"{HEALTH}/length_correlation")
+        if len(curve) < self.points or not median_of(curve.values) > self.correlation:
+            return
+        yield self.finding(
+            "warning",
+            curve.first_step,
+            f"In most batches the advantages follow the lengths of the completions (correlation "
+            f"{curve.median:.2f}): the reward may be the length.",
+            "Read a few completions; normalise the reward by length, or penalise lengths above a limit.",
+            Evidence(f"{HEALTH}/length_correlation", curve.last, self.correlation, "-0.5 to 0.5"),
+            confidence=0.8,
+        )
