@@ -62,6 +62,7 @@ QUESTIONS = {
     "Data order: what is its effect?": "counterfactual counterfactual_validator consecutive hessian batch_dynamics",
     "Low precision: what are the errors of 4 or 8 bits?": "gradient_overflow range_penalty metis_split",
     "Outputs: what do the predictions look like, and which tokens have the loss?": "output_logits token_loss",
+    "Policies: does reinforcement learning, or post-training, go well?": "policy_health",
     "Experts: do all experts of a mixture get tokens?": "moe_router",
     "Tied embeddings: which gradients change the matrix?": "embedding_provenance output_projection_clip token_gradient",
 }

@@ -16,9 +16,9 @@ from .value_targets import ValueTargets
 EARLY_STEPS = (2, 3, 5, 10)
 """Measured steps in addition to one in ``interval``."""
 MOST_MISSES = 5
-"""Measured steps without a policy or values, after which only one in ten is looked at."""
+"""Measured steps without a policy or values, after which only one in ten is inspected."""
 MOST_SIGN_CHECKS = 5
-"""Measured steps at which variables of the script are looked at."""
+"""Measured steps at which variables of the script are inspected."""
 LEAST_KNOWN = 16
 """Actions from which their advantages are compared with the rewards that followed."""
 NAMES_OF_ADVANTAGES = re.compile(
@@ -48,6 +48,8 @@ class PolicyHealth(TrainingHook):
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     in_health = True
     metrics = """
+        found | 1 if the loss has a policy, or values of states or actions, else 0; not reported at all steps of losses
+            without them | {0, 1} | 0: nothing else is reported.
         entropy | mean over rows, or over the tokens of completions, of −Σ_a p_a ln p_a; of normal distributions the sum
             over dimensions of ½ ln 2πe + ln σ | (−∞, ∞) | Falling early while the reward does not rise: the policy has
             stopped exploring.
@@ -119,16 +121,16 @@ class PolicyHealth(TrainingHook):
 
     def before_backward(self, ctx: BackwardContext) -> None:
         """Measure the terms of a micro-batch."""
-        if not ctx.is_due or not self._is_looked_at():
+        if not ctx.is_due or not self._is_inspected():
             return
         terms = policy_terms(ctx.loss)
         measures = measures_of(terms) | self._values.measures_of(terms, ctx)
         self._misses = 0 if measures else self._misses + 1
         if terms.weighted:
             measures |= self._sign_measures(terms)
-        self._measures = [*(self._measures if ctx.index else ()), measures]
+        self._measures = [*(self._measures if ctx.index else ()), {"found": float(bool(measures)), **measures}]
 
-    def _is_looked_at(self) -> bool:
+    def _is_inspected(self) -> bool:
         if self._misses < MOST_MISSES:
             return True
         self._misses += 1
@@ -141,7 +143,7 @@ class PolicyHealth(TrainingHook):
         metrics: dict[str, Any] = {name: _mean([part[name] for part in parts if name in part]) for name in names}
         ended = EPISODES.ended_since(self._episodes)
         self._episodes = EPISODES.count
-        if ended and metrics:
+        if ended and metrics.get("found"):
             metrics["episode_return"] = sum(one.total for one in ended) / len(ended)
             metrics["episode_length"] = sum(one.length for one in ended) / len(ended)
         return metrics

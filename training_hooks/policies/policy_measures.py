@@ -108,7 +108,7 @@ def outer_difference(weights: Weighted) -> bool:
     >>> outer_difference(Weighted(rewards - values, -1, 3, (3,)))
     False
     """
-    matrix, count = weights.advantages, weights.count
+    matrix, count = weights.advantages, weights.number
     if count < 3 or tuple(matrix.shape) != (count, count) or weights.shape not in ((count,), (count, 1), (1, count)):
         return False
     values = matrix[:64, :64].double()

@@ -25,7 +25,7 @@ class Ended(NamedTuple):
     length: int
 
 
-class Step(NamedTuple):
+class FollowingStep(NamedTuple):
     """What followed an observation."""
 
     reward: float
@@ -49,7 +49,7 @@ class Episodes:
         """Numbers of an observation; 0 before the first one that can be kept."""
         self._open: dict[int, list[tuple[bytes, float]]] = {}
         self._observed: dict[int, bytes] = {}
-        self._steps: dict[bytes, Step] = {}
+        self._steps: dict[bytes, FollowingStep] = {}
 
     def on_reset(self, environment: int, result: Any) -> None:
         """Note the first observation of an episode, which ends the one before."""
@@ -81,7 +81,7 @@ class Episodes:
             if key:
                 is_unique = key not in self._steps
                 self._steps.pop(key, None)
-                self._steps[key] = Step(reward, to_go, is_last, is_unique)
+                self._steps[key] = FollowingStep(reward, to_go, is_last, is_unique)
             is_last = False
         while len(self._steps) > MOST_STEPS:
             self._steps.pop(next(iter(self._steps)))
@@ -93,7 +93,7 @@ class Episodes:
         newer = min(self.count - count, len(self.ended))
         return list(self.ended)[len(self.ended) - newer :] if newer > 0 else []
 
-    def steps_of(self, observations: Tensor) -> Iterator[tuple[int, Step]]:
+    def steps_of(self, observations: Tensor) -> Iterator[tuple[int, FollowingStep]]:
         """Yield the rows of a batch, shape (rows, numbers), that begin with a known observation, and what followed."""
         if not self._steps or observations.shape[1] < self.width or observations.device.type != "cpu":
             return

@@ -35,8 +35,8 @@ LAYERS = {"Addmm": ("mat1", 1), "Mm": ("self", 0), "Convolution": ("input", 0)}
 class LogProbs(NamedTuple):
     """Log-probabilities of actions that were taken, and the distribution."""
 
-    count: int
-    """Their number."""
+    number: int
+    """How many there are."""
     rows: Tensor | None = None
     """Log-probabilities of all actions, shape (…, actions), of discrete ones."""
     scale: Tensor | None = None
@@ -54,8 +54,8 @@ class Weighted(NamedTuple):
     """The constants, as the loss has them: perhaps with the other sign."""
     sign: int
     """1 if the loss rises with constant times log-probability, −1 if it falls with it, 0 if that is unknown."""
-    count: int
-    """The number of log-probabilities."""
+    number: int
+    """How many log-probabilities there are."""
     shape: tuple[int, ...]
     """The shape of the ratios or log-probabilities."""
 
@@ -158,9 +158,9 @@ def _next(place: _Place, terms: PolicyTerms) -> Sequence[_Place]:
         signs = (1, -1) if name == "Sub" else (-1, 1)
         return [place.at(item, sign) for item, sign in zip(inputs, signs, strict=False)]
     if name == "Clamp":
-        limits = getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)
-        if operation_of(inputs[0]) == "Exp" and all(isinstance(limit, (int, float)) for limit in limits):
-            terms.clip = limits
+        low, high = getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)
+        if operation_of(inputs[0]) == "Exp" and isinstance(low, float) and isinstance(high, float):
+            terms.clip = low, high
         return [place.at(inputs[0])]
     if name in ("Mul", "Div", "Dot"):
         return _after_factor(place, terms, name)
@@ -244,12 +244,12 @@ def _note_weighted(place: _Place, terms: PolicyTerms, found: LogProbs, shape: tu
             terms.masks.append(values)
             continue
         if values.numel() == 1:
-            if found.count > 1 or terms.ratios is not None:  # a coefficient
+            if found.number > 1 or terms.ratios is not None:  # a coefficient
                 continue
             values, sign = values.reshape(1), sign * _sign_of(values)  # whose sign is none of the loss
         if found.may_be_classes and not _has_negative(values):
             return False
-        terms.weighted.append(Weighted(values, sign, found.count, shape))
+        terms.weighted.append(Weighted(values, sign, found.number, shape))
         return True
     return False
 
