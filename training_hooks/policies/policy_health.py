@@ -39,6 +39,9 @@ class PolicyHealth(TrainingHook):
 
     A ratio r is π(a)/π_old(a). Of large batches, entropies are those of about a million logits.
 
+    Assumes that log-probabilities are those of a ``log_softmax``, of ``torch.distributions`` or of a cross-entropy, and
+    that a constant of each action multiplies them or their ratios: its advantage.
+
     Args:
         interval: steps between two measurements; a prime number, so that it shares no period with the updates of a
             rollout.
