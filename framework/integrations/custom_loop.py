@@ -39,8 +39,8 @@ NO_ROWS: Batch = ()
 BARE_POINTS = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
 """The hook points that work in a bare loop, of which only the calls of optimizer.step() are seen."""
 EVENTS = (
-    *("on_scale", "before_backward", "after_backward", "on_failed_backward", "on_gradients_used", "on_unscale"),
-    *("before_update", "after_update"),
+    *("on_scale", "before_backward", "after_backward", "on_failed_backward", "on_gradients_returned"),
+    *("on_gradients_used", "on_unscale", "before_update", "after_update"),
 )
 """The methods that a training calls unknowingly, besides those with the arguments of passes."""
 ENTRIES = ("micro_batch", "before_backward", "after_backward", "on_gradients_used", "before_update", "after_update")
@@ -164,6 +164,8 @@ class Step:
     has_new_batch: bool = False
     """Whether the newest batch has had no backward pass yet."""
     losses: list[Tensor] = field(default_factory=list)
+    returned: list[Tensor] = field(default_factory=list)
+    """The losses whose gradients ``torch.autograd.grad`` has returned; those of the step if it has no backward pass."""
     calls: int = 0
     """The calls of :meth:`CustomLoop.backward`."""
     is_counted: bool = False
@@ -246,6 +248,7 @@ class CustomLoop(Transient):
         self._driver, self._scaler = attached.driver, task.scaler
         self._driver.can_cancel_steps = True
         self._clock = attached.clock
+        self._mark, self._now = self._clock.mark, self._clock.now
         if attached.manager.budget is not None:
             attached.manager.budget.meter.observe(self, ENTRIES)
             if self.arguments is not None:
@@ -300,6 +303,8 @@ class CustomLoop(Transient):
     def _add_batches(self, batch: Batch, others: Sequence[Batch]) -> None:
         """Start a step on micro-batches, or add them to the open one."""
         step = self._step
+        if len(step.returned) >= len(step.batches):
+            step.has_new_batch = False
         if step.has_new_batch and step.losses:  # the loop has dropped a batch before its backward pass
             del step.batches[-1]
         elif step.has_new_batch:
@@ -355,7 +360,8 @@ class CustomLoop(Transient):
 
     def _on_pass(self, batch: Batch, *, train: bool) -> None:
         """Note the arguments of a pass with gradients as the batch of the step, which it opens in train mode."""
-        self._end_failed_update()
+        if self._step.phase is UPDATING:
+            self._end_failed_update()
         step = self._step
         if self._has_batches:
             if step.has_new_batch:
@@ -365,7 +371,8 @@ class CustomLoop(Transient):
         self._passed, self.thread = batch, get_ident()
         is_next = step.phase in (BETWEEN_STEPS, IN_STEP) or bool(step.stepped and not self._is_stepping())
         if train and is_next and self._is_observable and not self._has_other_weights:
-            self._drop_cleared_passes()
+            if step.is_counted:
+                self._drop_cleared_passes()
             self._open_step()
 
     @property
@@ -402,18 +409,20 @@ class CustomLoop(Transient):
             return
         if not self._is_observable:
             return
-        self._end_failed_update()
-        self._drop_cleared_passes()
+        if self._step.phase is UPDATING:
+            self._end_failed_update()
+        if self._step.is_counted:
+            self._drop_cleared_passes()
         if self._step.phase is BETWEEN_STEPS and self._passed is not NO_ROWS:
             self._open_step()
         is_loss = len(roots) == 1 and not roots[0].ndim
-        if is_loss and self._step.phase is IN_STEP and self._step.has_new_batch and self._driver.backward_callback:
+        if self._driver.backward_callback and is_loss and self._step.phase is IN_STEP and self._step.has_new_batch:
             self._was_shown = True
             with self._hook_calls:
                 self._driver.before_backward(roots[0], is_scaled=roots[0] is self._scaled)
         self._is_in_backward, self._gradients = True, self._read_gradients()
         self._divisor = last_divisor(roots[0]) if is_loss else 1.0
-        self._clock.enter(BACKWARD)
+        self._mark((BACKWARD, self._now()))
 
     def on_failed_backward(self) -> None:
         """Forget a pass that has raised an error."""
@@ -431,7 +440,7 @@ class CustomLoop(Transient):
         before, self._gradients = self._gradients, None
         if before is None:
             return
-        self._clock.enter(OTHER)
+        self._mark((OTHER, self._now()))
         self._is_in_backward = False
         scaled, self._scaled = self._scaled, None
         step = self._step
@@ -446,16 +455,15 @@ class CustomLoop(Transient):
             step = self._step
         if step.phase not in (IN_STEP, UPDATING) or (step.phase is UPDATING and not step.has_closure):
             return
+        if step.returned:  # they are of a measurement, and so are the batches before the newest one
+            step.returned = []
+            del step.batches[:-1]
         step.is_counted = True
         self._passes += 1
         self._divisors.add(self._divisor)
         if len(roots) == 1 and roots[0].numel() == 1:
-            loss = roots[0].detach()
-            loss = loss.squeeze() if loss.ndim else loss
-            scale = self._scale if roots[0] is scaled else None
-            self.record_loss(loss if scale is None else loss / scale.to(loss.device), complete=False)
-        else:
-            self._after_pass()
+            step.losses.append(_number(roots[0], self._scale if roots[0] is scaled else None))
+        self._after_pass()
         if step.stepped_in_backward:
             self._gradients_complete()
             self._end_step(skipped=False)
@@ -465,6 +473,21 @@ class CustomLoop(Transient):
         if self._was_shown:
             self._was_shown = False
             self._driver.drop_backward()
+
+    def on_gradients_returned(self, roots: Sequence[Tensor], inputs: Sequence[Any]) -> None:
+        """Note a loss whose gradients the loop has got from ``torch.autograd.grad``, which may be those of the step."""
+        if self._step.is_counted or self._step.phase not in (BETWEEN_STEPS, IN_STEP) or not self._is_observable:
+            return
+        own = set(map(id, self._parameters))
+        if own.isdisjoint(map(id, inputs)):
+            return
+        if self._step.phase is BETWEEN_STEPS and self._passed is not NO_ROWS:
+            self._open_step()
+        if self._step.phase is IN_STEP and len(roots) == 1 and roots[0].numel() == 1:
+            scaled, self._scaled = self._scaled, None
+            self._step.returned.append(_number(roots[0], self._scale if roots[0] is scaled else None))
+            if self.arguments is not None:
+                self.arguments.arm()
 
     def on_gradients_used(self, gradients: Sequence[Tensor]) -> None:
         """Complete the step if gradients of its parameters are clipped, or their norm is computed."""
@@ -480,15 +503,21 @@ class CustomLoop(Transient):
 
     @property
     def _is_counting(self) -> bool:
-        return self._step.is_counted and self._step.phase is IN_STEP
+        return self._step.phase is IN_STEP and (self._step.is_counted or bool(self._step.returned))
 
     @property
     def _parameters(self) -> list[Any]:
         return [item for optimizer in self._optimizers for group in optimizer.param_groups for item in group["params"]]
 
     def _read_gradients(self) -> list[tuple[Any, Any, int]]:
-        pairs = [(parameter, parameter.grad) for parameter in self._parameters]
-        return [(parameter, gradient, 0 if gradient is None else gradient._version) for parameter, gradient in pairs]
+        # Loops instead of comprehensions, which were functions until Python 3.12.
+        gradients = []
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    gradient = parameter.grad
+                    gradients.append((parameter, gradient, 0 if gradient is None else gradient._version))
+        return gradients
 
     def _note_reached(self, before: list[tuple[Any, Any, int]]) -> bool:
         """Return whether a pass has changed the gradient of a parameter, which is noted."""
@@ -511,7 +540,7 @@ class CustomLoop(Transient):
     def _drop_cleared_passes(self) -> None:
         """Forget observed passes whose gradients the loop has cleared since, such as those of another model's loss."""
         step = self._step
-        if self._is_counting and step.losses and self._is_cleared:
+        if step.phase is IN_STEP and step.is_counted and step.losses and self._is_cleared:
             newest = step.batches[-1] if step.has_new_batch or self._has_batches else NO_ROWS
             self._cancel_step()
             self._others.watch()
@@ -700,12 +729,15 @@ class CustomLoop(Transient):
         if loss is not None:
             _check_number(loss)
             self._step.losses = [torch.as_tensor(loss).detach()]
-        if self._is_new("gradients_ready"):
+        self._leave_out_tapping()
+        self._gradients_complete()
+
+    def _leave_out_tapping(self) -> None:
+        if self._is_new("own gradients"):
             self._attached.manager.hooks.leave_out_tapping(
-                "This loop computes gradients itself and reports them by scope.gradients_ready(), where taps receive "
+                "This loop computes gradients itself, as if it called scope.gradients_ready(), where taps receive "
                 "none; leave the hook out, or call scope.backward(loss)."
             )
-        self._gradients_complete()
 
     def closure(self, function: Callable[[], Any]) -> "Closure":
         """Return a closure for optimizer.step, of which hooks see the first evaluation.
@@ -905,6 +937,9 @@ class CustomLoop(Transient):
         step = self._step
         if self.arguments is not None:
             self.arguments.disarm()  # until the next step, so that the tripwire finds equal settings in all of a step
+        if step.returned:  # no backward pass was seen
+            step.losses = step.losses or step.returned
+            self._leave_out_tapping()
         losses = step.losses
         self._note_lost_passes()
         # Without a loss the loop computes gradients itself, and has called gradients_ready() without one.
@@ -962,6 +997,8 @@ class CustomLoop(Transient):
             return self._begin_closure_step(inputs, options)
         if has_gradients and step.phase is IN_STEP:
             self._complete_at_update()
+        elif not has_gradients and self._can_open_step and self._note_new_gradients():
+            self._complete_own_gradients()
         if index in self._step.stepped:  # this optimizer starts another step, in which the others did not take part
             self._end_step(skipped=False)
         if self._step.stepped:  # another optimizer of the same step has stepped, and hooks have seen the gradients
@@ -976,6 +1013,37 @@ class CustomLoop(Transient):
             with self._hook_calls, unscaled:
                 self._driver.before_update()
         return None
+
+    @property
+    def _can_open_step(self) -> bool:
+        """Whether a step is open, or can be opened in a loop that reports no batches."""
+        is_unreported = self.arguments is not None and not (self._has_batches or self._is_bare)
+        return self._step.phase is IN_STEP or (self._step.phase is BETWEEN_STEPS and is_unreported)
+
+    def _note_new_gradients(self) -> bool:
+        """Return whether the loop has set gradients since the newest backward pass or update; note one of them."""
+        if self._probe is not None:
+            parameter, gradient, version = self._probe
+            if parameter.grad is gradient and gradient._version == version:
+                return False
+        for parameter in self._parameters:
+            if (gradient := parameter.grad) is not None:
+                self._probe = parameter, gradient, gradient._version
+                return True
+        return False
+
+    def _complete_own_gradients(self) -> None:
+        """Complete a step at its update whose gradients the loop has set without a backward pass."""
+        if self._step.phase is BETWEEN_STEPS:
+            self._open_step()
+        if not self._step.returned:
+            self._leave_out_tapping()
+            self._warn_once(
+                "no loss",
+                "This loop sets gradients that come from no backward pass, so the record has no loss; call "
+                "scope.gradients_ready(loss) before optimizer.step() to add it.",
+            )
+        self._gradients_complete()
 
     def _complete_at_update(self) -> None:
         """Complete the gradients of a step at their first use, its update."""
@@ -1077,6 +1145,13 @@ def _holds_data(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.ndim != 1 or value.is_floating_point() or value.is_complex()
     return isinstance(value, np.ndarray) and (value.ndim != 1 or value.dtype.kind not in "iu")
+
+
+def _number(loss: Tensor, scale: Tensor | None) -> Tensor:
+    """Return a loss of one element without its graph, its dimensions, and the scale of a scaler."""
+    number = loss.detach()
+    number = number.squeeze() if number.ndim else number
+    return number if scale is None else number / scale.to(number.device)
 
 
 def _is_skipped(optimizer: Optimizer) -> bool:

@@ -91,7 +91,7 @@ class ForwardArguments(Transient):
         if train:
             self.disarm()
         self._receive(batch, train=train)
-        if train:  # the pass may have ended the step before, which has armed this object
+        if train and self._is_armed:  # the pass has ended the step before, which has armed this object
             self.disarm()
         self._has_received = True
 

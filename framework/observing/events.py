@@ -2,7 +2,8 @@
 
 The wrappers are installed while any loop listens, and call torch's own function in any case:
 
-- ``torch.autograd.backward``, which ``Tensor.backward`` calls by this name.
+- ``torch.autograd._engine_run_backward``: ``torch.autograd.backward`` and ``grad`` call this private function, also if a
+  script has imported them by name, and the compiler, which knows these two by themselves, finds them unchanged.
 - ``torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype``: every function that clips gradients, or computes
   their joint norm, first calls this private one, also if a script has imported it by name before the wrappers exist.
 - ``GradScaler.scale``, ``unscale_`` and ``step``.
@@ -41,6 +42,9 @@ class LoopEvents(Protocol):
     def on_failed_backward(self) -> None:
         """The pass has raised an error."""
 
+    def on_gradients_returned(self, roots: Sequence[Tensor], inputs: Sequence[Any]) -> None:
+        """``torch.autograd.grad`` has returned gradients of inputs, without a graph of these."""
+
     def on_gradients_used(self, gradients: Sequence[Tensor]) -> None:
         """A norm of gradients is computed, or they are clipped."""
 
@@ -65,6 +69,9 @@ class PassiveListener:
     def on_failed_backward(self) -> None:
         """Ignore a failure."""
 
+    def on_gradients_returned(self, roots: Sequence[Tensor], inputs: Sequence[Any]) -> None:
+        """Ignore returned gradients."""
+
     def on_gradients_used(self, gradients: Sequence[Tensor]) -> None:
         """Ignore the use of gradients."""
 
@@ -88,7 +95,12 @@ def listen(loop: LoopEvents) -> None:
 def _listeners() -> list[LoopEvents]:
     """Return the loops that train in this thread, or in an unknown one."""
     here = get_ident()
-    return [loop for item in [*_LISTENING] if (loop := item()) is not None and loop.thread in (None, here)]
+    listeners: list[LoopEvents] = []
+    for item in tuple(_LISTENING):
+        loop = item()
+        if loop is not None and (loop.thread == here or loop.thread is None):
+            listeners.append(loop)
+    return listeners
 
 
 def stop_listening(loop: LoopEvents) -> None:
@@ -100,15 +112,23 @@ def stop_listening(loop: LoopEvents) -> None:
                 function.remove()
 
 
-def _observed_backward(function: Callable[..., Any]) -> Callable[..., Any]:
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        given = args[0] if args else kwargs.get("tensors", ())
-        roots = [given] if isinstance(given, Tensor) else [item for item in given if isinstance(item, Tensor)]
+def _observed_engine(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run_backward(outputs: Sequence[Any], *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+        roots = outputs
+        if len(outputs) != 1 or not isinstance(outputs[0], Tensor):
+            roots = [item for item in outputs if isinstance(item, Tensor)]
         listeners = _listeners()
+        if not accumulate_grad:
+            result = function(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
+            _, _, creates_graph, inputs, *_ = args
+            if not creates_graph:
+                for loop in listeners:
+                    loop.on_gradients_returned(roots, inputs)
+            return result
         for loop in listeners:
             loop.before_backward(roots)
         try:
-            result = function(*args, **kwargs)
+            result = function(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
         except BaseException:
             for loop in listeners:
                 loop.on_failed_backward()
@@ -117,7 +137,7 @@ def _observed_backward(function: Callable[..., Any]) -> Callable[..., Any]:
             loop.after_backward(roots)
         return result
 
-    return backward
+    return run_backward
 
 
 def _observed_grouping(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +169,7 @@ def _observed_unscale(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _PLACES = (
-    place(torch.autograd, "backward", _observed_backward),
+    place(torch.autograd, "_engine_run_backward", _observed_engine),
     place(clip_grad, "_group_tensors_by_device_and_dtype", _observed_grouping),
     place(GradScaler, "scale", _observed_scale),
     place(GradScaler, "unscale_", _observed_unscale),

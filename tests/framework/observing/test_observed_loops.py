@@ -217,7 +217,7 @@ def test_rare_optimizer_keeps_every_step(tmp_path: Path) -> None:
 
 def test_nothing_remains_after_scopes_close(tmp_path: Path) -> None:
     """Also if they close in the order in which they were opened, and after an exception."""
-    before = torch.autograd.backward, torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype
+    before = torch.autograd._engine_run_backward, torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype
     models = [made(), made(1)]
     scopes = []
     for index, model in enumerate(models):
@@ -225,11 +225,11 @@ def test_nothing_remains_after_scopes_close(tmp_path: Path) -> None:
         folder = tmp_path / str(index)
         scopes.append(loopscope.attach(model, optimizer, hooks=[], out=folder, display="none"))
         plain(model, optimizer)
-    assert torch.autograd.backward is not before[0]
+    assert torch.autograd._engine_run_backward is not before[0]
     with pytest.raises(ZeroDivisionError), scopes[0]:
         raise ZeroDivisionError
     scopes[1].close()
-    assert (torch.autograd.backward, torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype) == before
+    assert (torch.autograd._engine_run_backward, torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype) == before
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
