@@ -995,10 +995,8 @@ class CustomLoop(Transient):
         # With gradients that were computed before, a closure such as ``lambda: loss`` only returns the loss.
         if not has_gradients and any(item is not None for item in (*inputs[1:], *options.values())):
             return self._begin_closure_step(inputs, options)
-        if has_gradients and step.phase is IN_STEP:
-            self._complete_at_update()
-        elif not has_gradients and self._can_open_step and self._note_new_gradients():
-            self._complete_own_gradients()
+        if step.phase is not COMPLETE:
+            self._complete_at_update(has_passes=has_gradients)
         if index in self._step.stepped:  # this optimizer starts another step, in which the others did not take part
             self._end_step(skipped=False)
         if self._step.stepped:  # another optimizer of the same step has stepped, and hooks have seen the gradients
@@ -1033,7 +1031,9 @@ class CustomLoop(Transient):
         return False
 
     def _complete_own_gradients(self) -> None:
-        """Complete a step at its update whose gradients the loop has set without a backward pass."""
+        """Complete a step at its update if the loop has set gradients without a backward pass."""
+        if not (self._can_open_step and self._note_new_gradients()):
+            return
         if self._step.phase is BETWEEN_STEPS:
             self._open_step()
         if not self._step.returned:
@@ -1045,8 +1045,13 @@ class CustomLoop(Transient):
             )
         self._gradients_complete()
 
-    def _complete_at_update(self) -> None:
-        """Complete the gradients of a step at their first use, its update."""
+    def _complete_at_update(self, *, has_passes: bool) -> None:
+        """Complete the gradients of a step at their first use, its update; not those of an earlier step."""
+        if not has_passes:
+            self._complete_own_gradients()
+            return
+        if self._step.phase is not IN_STEP:
+            return
         if not self._step.is_counted:
             self._warn_once(
                 "short",

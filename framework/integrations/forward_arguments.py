@@ -45,6 +45,8 @@ class ForwardArguments(Transient):
         self._receive, self._is_in_hook = receive, is_in_hook
         self._note_evaluation = note_evaluation
         self._handle: Any = None
+        self._hooks: dict[int, Any] | None = None
+        """torch's table of the hooks of all modules, once this object has been one."""
         self._is_armed = self._has_received = False
         # A module that was compiled in place calls its hooks within its graph, where they would have no effect.
         self._is_given_up = any(module._compiled_call_impl is not None for module in modules)
@@ -61,11 +63,12 @@ class ForwardArguments(Transient):
             if self._wrapper is not None:
                 hook = InternalFunction(self._note)
                 self._handle = self._wrapper.register_forward_pre_hook(hook, with_kwargs=True)
-            elif self._handle is None:
+            elif self._hooks is None:
                 self._handle = register_module_forward_pre_hook(self)
+                self._hooks = self._handle.hooks_dict_ref()
             else:
                 # A new handle would let the tripwire count all hooks of the model again, in every step.
-                self._handle.hooks_dict_ref()[self._handle.id] = self
+                self._hooks[self._handle.id] = self
 
     def receive_by(self, receive: Receiver) -> None:
         """Replace the receiver."""
@@ -76,7 +79,10 @@ class ForwardArguments(Transient):
         if self._is_armed:
             self._is_armed = False
             with VISITS:
-                self._handle.remove()
+                if self._hooks is None:
+                    self._handle.remove()
+                else:
+                    self._hooks.pop(self._handle.id, None)
 
     def end_step(self) -> None:
         """Wait for the pass of the next step; give up if this one had none, as in a compiled function."""
@@ -84,7 +90,8 @@ class ForwardArguments(Transient):
             self._is_given_up = True
             self.disarm()
         self._has_received = False
-        self.arm()
+        if not self._is_armed:
+            self.arm()
 
     def receive(self, batch: Any, *, train: bool) -> None:
         """Pass on the arguments of a pass that has begun before this object was armed."""

@@ -2,8 +2,8 @@
 
 The wrappers are installed while any loop listens, and call torch's own function in any case:
 
-- ``torch.autograd._engine_run_backward``: ``torch.autograd.backward`` and ``grad`` call this private function, also if a
-  script has imported them by name, and the compiler, which knows these two by themselves, finds them unchanged.
+- ``torch.autograd._engine_run_backward``: ``torch.autograd.backward`` and ``grad`` call this private function, also if
+  a script has imported them by name, and the compiler, which knows these two by themselves, finds them unchanged.
 - ``torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype``: every function that clips gradients, or computes
   their joint norm, first calls this private one, also if a script has imported it by name before the wrappers exist.
 - ``GradScaler.scale``, ``unscale_`` and ``step``.

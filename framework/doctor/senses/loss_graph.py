@@ -161,7 +161,7 @@ def last_divisor(loss: Tensor) -> float:
     """Return the number by which a loss was divided last, apart from the scale of a scaler; 1 if there is none."""
     node: Any = loss.grad_fn
     for _ in range(2):
-        name = operation_of(node) if node is not None else ""
+        name = "" if node is None else _operation(node.name())
         if name not in ("Mul", "Div"):
             break
         divisor = _divisor(node, name)

@@ -9,6 +9,7 @@ import torch
 from loopscope.hooks import HookPoint
 from loopscope.integrations import Scope
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -130,9 +131,43 @@ def dropping(model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
+def without_backward(model: nn.Module, optimizer: Any) -> None:
+    """Set the gradients that ``torch.autograd.grad`` returns, which are sums over two batches in some steps."""
+    weights = [*model.parameters()]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(1 + step % 2):
+            inputs, targets = rows()
+            found = torch.autograd.grad(functional.cross_entropy(model(inputs), targets), weights)
+            for weight, gradient in zip(weights, found, strict=True):
+                weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        clip_grad_norm_(weights, 1e-3)
+        optimizer.step()
+
+
+def per_sample(model: nn.Module, optimizer: Any) -> None:
+    """Clip the gradient of every row, as DP-SGD does; no pass of the model and no backward pass can be seen."""
+    for _ in range(STEPS):
+        model.eval()
+        inputs, targets = rows()
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+        def loss_of_one(weights: Any, row: Tensor, target: Tensor) -> Tensor:
+            return functional.cross_entropy(functional_call(model, weights, (row[None],)), target[None])
+
+        gradients = vmap(grad(loss_of_one), (None, 0, 0))(weights, inputs, targets)
+        for name, weight in model.named_parameters():
+            weight.grad = gradients[name].clamp(-0.1, 0.1).mean(0)
+        model.train()
+        optimizer.step()
+
+
 LOOPS: dict[str, Loop] = {
     function.__name__: function
-    for function in (plain, accumulating, clipping, clipping_values, scaled, two_losses, evaluating, dropping)
+    for function in (
+        *(plain, accumulating, clipping, clipping_values, scaled, two_losses, evaluating, dropping, without_backward),
+        per_sample,
+    )
 }
 
 

@@ -1,6 +1,7 @@
 """Loops that make no call of loopscope: their steps, losses and gradients are observed, and no bit changes."""
 
 import json
+import warnings
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -23,6 +24,7 @@ from tests.framework.observing.loops import (
     dropping,
     evaluating,
     made,
+    per_sample,
     plain,
     rows,
     scaled,
@@ -31,6 +33,7 @@ from tests.framework.observing.loops import (
     trained,
     two_losses,
     weights,
+    without_backward,
 )
 from tests.support import SpyHook, at
 
@@ -49,7 +52,9 @@ def test_unedited_loops_keep_their_bytes(name: str, group: str, tmp_path: Path) 
     assert steps_of(scope) == STEPS
 
 
-@pytest.mark.parametrize("loop", [plain, accumulating, clipping, two_losses, evaluating, dropping])
+@pytest.mark.parametrize(
+    "loop", [plain, accumulating, clipping, two_losses, evaluating, dropping, without_backward, per_sample]
+)
 def test_every_point_is_reached_in_every_step(loop: Any, tmp_path: Path) -> None:
     found = seen(loop, tmp_path, lambda ctx: None)
     points = [(point, step) for point, step, _ in found if point != "PRE_STEP"]
@@ -57,7 +62,7 @@ def test_every_point_is_reached_in_every_step(loop: Any, tmp_path: Path) -> None
     assert {step for point, step, _ in found if point == "PRE_STEP"} == {*range(1, STEPS + 1)}
 
 
-@pytest.mark.parametrize("loop", [clipping, clipping_values])
+@pytest.mark.parametrize("loop", [clipping, clipping_values, without_backward])
 def test_gradients_are_seen_before_they_are_clipped(loop: Any, tmp_path: Path) -> None:
     norms = seen(loop, tmp_path, lambda ctx: torch.cat([p.grad.flatten() for p in ctx.model.parameters()]).norm())
     by_point = {name: [norm for point, _, norm in norms if point == name] for name in ("POST_BACKWARD", "PRE_UPDATE")}
@@ -83,6 +88,38 @@ def test_losses_of_micro_batches_add_up(tmp_path: Path) -> None:
     found = seen(counting, tmp_path, lambda ctx: ctx.loss)
     losses = [loss.item() for point, _, loss in found if point == "POST_STEP"]
     assert losses == pytest.approx(totals)
+
+
+def test_losses_of_returned_gradients_are_recorded(tmp_path: Path) -> None:
+    """Those of ``torch.autograd.grad``, unless a backward pass shows that they were only measured."""
+    totals: list[float] = []
+
+    def mixed(model: nn.Module, optimizer: Any) -> None:
+        for step in range(STEPS):
+            inputs, targets = rows()
+            loss = functional.cross_entropy(model(inputs), targets)
+            found = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+            optimizer.zero_grad()
+            if step % 2:
+                loss = 2 * loss
+                loss.backward()
+            else:
+                for weight, gradient in zip(model.parameters(), found, strict=True):
+                    weight.grad = gradient
+            totals.append(loss.item())
+            optimizer.step()
+
+    found = seen(mixed, tmp_path, lambda ctx: (ctx.loss, len(ctx.batch_data)))
+    assert [(loss.item(), size) for point, _, (loss, size) in found if point == "POST_STEP"] == [
+        (total, 6) for total in totals
+    ]
+
+
+def test_missing_loss_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        trained(per_sample, tmp_path, display="normal")
+    assert "no backward pass, so the record has no loss" in " ".join(capsys.readouterr().out.split())
 
 
 def test_batches_are_the_arguments_of_the_passes(tmp_path: Path) -> None:
