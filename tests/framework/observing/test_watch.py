@@ -2,12 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.framework.cli.test_interrupts_at_start import default_interrupts
 
 pytestmark = pytest.mark.process
 TRAINING = """
@@ -85,6 +89,38 @@ def test_status_is_that_of_the_command(tmp_path: Path, last: str, status: int) -
 def test_status_of_an_abrupt_end_is_kept(tmp_path: Path) -> None:
     """No code of Python runs at such an end, so that the command needs no training."""
     assert run(tmp_path, sys.executable, "-c", "import os; os._exit(7)").returncode == 7
+
+
+def interrupted(folder: Path, moment: str, *, watched: bool) -> tuple[int, str, list[str]]:
+    """Press Ctrl-C while a training sleeps at a moment; return its status, its output, and its lines of errors."""
+    sleep = "print('now', flush=True); import time; time.sleep(60)"
+    places = {"loading": ("torch.manual_seed(0)", ""), "training": ("    loss.backward()", "    if step == 3: ")}
+    line, before = places[moment]
+    words = [sys.executable, script(folder, text=TRAINING.replace(line, f"{before}{sleep}\n{line}"))]
+    prefix = [sys.executable, "-m", "loopscope", "watch"] if watched else []
+    with (
+        default_interrupts(),
+        subprocess.Popen(
+            [*prefix, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "now\n"
+        time.sleep(0.2)  # until the process sleeps
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=120)
+    return process.returncode, output, errors.splitlines()
+
+
+@pytest.mark.parametrize("moment", [pytest.param("loading", marks=pytest.mark.slow), "training"])
+def test_interrupted_training_ends_as_alone(tmp_path: Path, moment: str) -> None:
+    """Ctrl-C has the status, the output and the traceback of the script alone; the open step is in the record."""
+    alone = interrupted(tmp_path, moment, watched=False)
+    status, output, errors = interrupted(tmp_path, moment, watched=True)
+    assert (status, output, [line for line in errors if not line.startswith("loopscope")]) == alone
+    assert alone[0] == -signal.SIGINT
+    if moment == "training":
+        assert (summary(tmp_path)["status"], summary(tmp_path)["steps"]) == ("interrupted", 4)
 
 
 def test_training_stops_after_some_steps(tmp_path: Path) -> None:
