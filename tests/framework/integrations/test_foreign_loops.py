@@ -92,12 +92,22 @@ def functional_steps(net: nn.Module, optimizer: Any) -> None:
         optimizer.step()
 
 
-def test_named_hook_is_refused_in_a_bare_loop(tmp_path: Path) -> None:
-    """Where neither passes nor backward passes can be seen, only updates are."""
+def updates(net: nn.Module, optimizer: Any) -> None:
+    """Train as a library does whose optimizer holds the gradients."""
+    for _ in DATA:
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [(functional_steps, "taps receive none"), (updates, "'gradient_flow' cannot run here, since it fires at")],
+)
+def test_named_hook_is_refused_in_a_bare_loop(tmp_path: Path, steps: Callable[..., None], sentence: str) -> None:
+    """Where no backward passes can be seen, taps get nothing; where no gradients can, only updates are seen."""
     net, optimizer = build()
     scope = loopscope.attach(net, optimizer, hooks=["gradient_flow"], out=tmp_path / "run", display="none")
-    with pytest.raises(UsageError, match="'gradient_flow' cannot run here, since it fires at"):
-        functional_steps(net, optimizer)
+    with pytest.raises(UsageError, match=sentence):
+        steps(net, optimizer)
     scope.close("failed")
 
 
