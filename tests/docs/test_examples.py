@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,14 @@ EVALUATIONS = {
 LIBRARIES = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*:UserWarning:lightning")
 
 
+def unedited(name: str) -> str:
+    """Return a script without the lines of loopscope."""
+    return CHANGED.sub(r"\1\2", ADDED.sub("", (FOLDER / name).read_text(encoding="utf-8")))
+
+
 def plain(name: str) -> str:
     """Return a script without the lines of loopscope, and without the evaluation of a trainer."""
-    text = CHANGED.sub(r"\1\2", ADDED.sub("", (FOLDER / name).read_text(encoding="utf-8")))
+    text = unedited(name)
     original, replacement = EVALUATIONS.get(name, ("", ""))
     assert original in text
     return text.replace(original, replacement)
@@ -77,6 +84,28 @@ def test_hugging_face_keeps_its_weights(tmp_path: Path) -> None:
 def test_lightning_keeps_its_weights(tmp_path: Path) -> None:
     metrics = assert_equal_without_loopscope("lightning_module.py", "module", tmp_path)
     assert {"training_metrics/evaluation", "norms/total_grad_norm"} <= metrics
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
+@pytest.mark.parametrize(
+    ("name", "model"), [("nanogpt", "model"), ("hugging_face", "model"), ("lightning_module", "module")]
+)
+def test_watched_examples_keep_their_weights(name: str, model: str, tmp_path: Path) -> None:
+    """Scripts without a line of loopscope, with their evaluations, are the same twice alone and under ``watch``."""
+    state = f"[*{model}.state_dict().values(), torch.get_rng_state()]"
+    last = f"\nprint('BYTES', [value.double().sum().item().hex() for value in {state}])\n"
+    (tmp_path / "train.py").write_text(unedited(f"{name}.py") + last, encoding="utf-8")
+    watch = ["-m", "loopscope", "watch", "--out", "record", sys.executable]
+    outputs = []
+    for words in ([], [], watch):
+        done = subprocess.run([sys.executable, *words, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        outputs.append([line for line in done.stdout.splitlines() if line.startswith("BYTES")])
+    assert outputs[0] == outputs[1] == outputs[2] != []
+    summary = json.loads((tmp_path / "record/summary.json").read_text())
+    assert (summary["status"], summary["hook_errors"]) == ("completed", [])
 
 
 @pytest.mark.longer

@@ -293,14 +293,8 @@ for _ in range(4):
     assert summary(tmp_path)["steps"] == 4
 
 
-@pytest.mark.slow
-@pytest.mark.guarantee("attached-loops-keep-their-bytes")
-@pytest.mark.parametrize("library", ["lightning", "transformers"])
-def test_trainers_with_evaluations_keep_their_bytes(library: str, tmp_path: Path) -> None:
-    """The validation draws random numbers, which the training must miss as it does alone."""
-    pytest.importorskip(library)
-    text = {
-        "lightning": """
+TRAINERS = {
+    "lightning": """
 import lightning, torch
 from torch import nn
 class Model(lightning.LightningModule):
@@ -319,7 +313,7 @@ off = {name: False for name in ("enable_progress_bar", "enable_model_summary", "
 trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", **off)
 trainer.fit(model, torch.utils.data.DataLoader(rows, 8, shuffle=True), torch.utils.data.DataLoader(rows, 8))
 """,
-        "transformers": """
+    "transformers": """
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
@@ -336,7 +330,17 @@ off = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_st
 arguments = TrainingArguments("out", num_train_epochs=2, eval_strategy="epoch", **off)
 Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:8]).train()
 """,
-    }[library]
+}
+"""Trainings with evaluations, by library."""
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("attached-loops-keep-their-bytes")
+@pytest.mark.parametrize("library", TRAINERS)
+def test_trainers_with_evaluations_keep_their_bytes(library: str, tmp_path: Path) -> None:
+    """The validation draws random numbers, which the training must miss as it does alone."""
+    pytest.importorskip(library)
+    text = TRAINERS[library]
     text += "\nprint('RESULT', [value.double().sum().item() for value in model.parameters()], torch.rand(1).item())\n"
     words = [sys.executable, script(tmp_path, text=text)]
     alone, watched = run(tmp_path, *words, watched=False), run(tmp_path, *words)

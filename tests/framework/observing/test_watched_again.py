@@ -13,7 +13,7 @@ from loopscope import sinks, training_hooks
 from loopscope.cli import main
 from torch import nn
 
-from .test_watch import TRAINING, run, script
+from .test_watch import TRAINERS, TRAINING, run, script
 
 FILLED = (sinks, training_hooks)  # whose hooks the command knows by their names
 
@@ -50,6 +50,21 @@ def test_watched_steps_are_repeated_with_hooks(tmp_path: Path, capfd: pytest.Cap
     assert "identical, bit for bit, at steps 1." in capfd.readouterr().out
     repeated = loopscope.read_run(folder / "rewinds/steps_3_to_4")
     assert list(repeated.frame("gradient_flow/*").index) == [3, 4]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("library", TRAINERS)
+def test_trainers_are_verified_and_repeated(library: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Those that the integrations attach to, with evaluations between the steps."""
+    pytest.importorskip(library)
+    assert run(tmp_path, sys.executable, script(tmp_path, text=TRAINERS[library])).returncode == 0
+    (folder,) = {path.parent for path in tmp_path.rglob("summary.json")}
+    assert main(["verify", str(folder)]) == 0
+    assert "identical bit for bit at 3 steps: 1, 4, 8\n" in capfd.readouterr().out
+    assert main(["rewind", str(folder), "--step", "3", "--until", "5", "--hooks", "norms"]) == 0
+    assert "identical, bit for bit" in capfd.readouterr().out
+    assert list(loopscope.read_run(folder / "rewinds/steps_3_to_5").frame("norms/*").index)[-1] <= 5
 
 
 @pytest.mark.process
