@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..padding import Padded, scores_padding, sees_embedded_padding, sees_padding
 from ..rows import is_mask
 from ..trial import TIMES_NOISE, Trial, distance
 
@@ -14,13 +15,13 @@ class PaddingDoesNotMatter(Law):
 
     name = "padding_does_not_matter"
     statement = "padded positions do not matter"
-    remedy = "pass the mask to attention, pooling and loss, with the polarity that they expect"
+    remedy = "pass a mask to attention and pooling, with the polarity that they expect, and ignore padding in the loss"
 
     def check(self, trial: Trial) -> Outcome:
         """Find the mask and compare."""
         found = self._padded(trial)
         if found is None:
-            return not_checked("no mask or lengths of padded sequences are among the inputs")
+            return self._without_mask(trial)
         index, padded = found
         tokens = trial.inputs[index]
         changed = tokens.clone()
@@ -45,6 +46,21 @@ class PaddingDoesNotMatter(Law):
             if difference > TIMES_NOISE * noise:
                 return broken(f"the loss changes by {difference:.1e} with the content of padded positions")
         return holds()
+
+    def _without_mask(self, trial: Trial) -> Outcome:
+        """Take padding away from rows that end with one content, and look whether the loss scores it."""
+        outcome = not_checked("no mask or lengths of padded sequences are among the inputs")
+        for padded in Padded.of(trial):
+            if scores_padding(trial, padded):
+                return broken("the loss compares outputs at padded positions with padded targets")
+            try:
+                sentence = sees_padding(trial, padded)
+            except Exception:  # of a model whose sequences have a fixed length
+                sentence = sees_embedded_padding(trial, padded)
+            if sentence:
+                return broken(sentence)
+            outcome = holds()
+        return outcome
 
     def _judged(self, trial: Trial, size: float, sentence: str, output: Tensor, kept: Tensor | None) -> Outcome:
         """Return a violation unless the noise of rounding explains it, as for kernels that skip masked blocks."""
