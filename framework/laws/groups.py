@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .recorded_step import RecordedStep
+from .recorded_step import Constant, RecordedStep
 from .rows import UndecidedError
 
 LEAST = 3
 """Rows that a batch needs."""
+SUMS = {"index_add", "scatter_add", "scatter_reduce", "scatter"}
+"""Functions that sum entries of rows by the number of the row."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,18 @@ class Groups:
         """
         inputs = {index: step.constants[index] for index in step.constants_of_passes() if step.constants[index].ndim}
         whole = {index: item for index, item in inputs.items() if not item.is_floating_point() and item.numel()}
+        # Also the row of each node, by which the script sums outputs of nodes.
+        pooled = {
+            item.index
+            for call in step.calls
+            if call.name.rstrip("_") in SUMS
+            for item in step.items_of(call)
+            if isinstance(item, Constant)
+        }
         edges = {index: item for index, item in whole.items() if item.ndim == 2 and len(item) == 2}
         lengths = {len(item) for index, item in inputs.items() if index not in edges}
-        for index, item in whole.items():
-            owner = _owner(item, lengths) if item.ndim == 1 else None
+        for index, item in (whole | {index: step.constants[index] for index in pooled - set(inputs)}).items():
+            owner = _owner(item, lengths) if item.ndim == 1 and not item.is_floating_point() else None
             if owner is not None and LEAST <= (count := int(owner.max()) + 1) < len(owner):
                 return cls(owner, count, frozenset({index, *edges}), inputs)
         for index, item in edges.items():

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -40,6 +41,8 @@ LEAST_UPDATES = 4
 """Updates after which parameters that none has changed are reported."""
 MOST_UPDATES = 50
 """Updates after the last tries, in which parameters without a gradient may get one."""
+LONGEST_TRIES = 40.0
+"""Seconds of processor time after which later steps try only the laws that no earlier one has decided."""
 LONGEST_WAIT = 20.0
 """Seconds of processor time after the last tries, in which an evaluation of the script may begin."""
 LEAST_WAITS = 10
@@ -89,7 +92,13 @@ class Laws(DebugInterventionHook):
         self._moved: set[str] = set()
         self._trainable: set[str] = set()
         self._updates, self._is_judged = 0, False
-        self._is_short_group_known = False
+        # Lightning divides the last group of an epoch by the number of the others.
+        self._is_waiting_for_group = ADD_UP in self._check and {"lightning", "pytorch_lightning"}.isdisjoint(
+            sys.modules
+        )
+        """Whether no group of another number of micro-batches was seen."""
+        self._start: float | None = None
+        """The processor time at the first tries."""
         self._end: float | None = None
         """The processor time at which the wait for an evaluation ends."""
 
@@ -125,7 +134,9 @@ class Laws(DebugInterventionHook):
             steps, model_ctx.model, optimizers, model_ctx.branch, self._streams, run_ctx.step, self._constants
         )
         trial.clipping = self._watch.clipping
-        for name in self._check.try_at(trial):
+        self._start = self._start or time.process_time()
+        is_short = time.process_time() - self._start > LONGEST_TRIES
+        for name in self._check.try_at(trial, leaves_decided=is_short):
             self._tried += 1
             self._write(f"step {run_ctx.step}: {name.replace('_', ' ')}")
         self._constants = list(steps[0].constants) if steps else []
@@ -160,17 +171,24 @@ class Laws(DebugInterventionHook):
             self._watch.stop()
 
     def _judge_groups(self) -> None:
-        """Add a group of fewer micro-batches than usual, such as the last one of an epoch, with the usual divisor."""
+        """Add a group of another number of micro-batches than usual, such as the last one of an epoch.
+
+        It breaks the law if its losses are divided by the usual number.
+        """
         counts = self._watch.counts
-        if not counts or self._is_short_group_known or not {"lightning", "pytorch_lightning"}.isdisjoint(sys.modules):
-            return  # Lightning divides the last group of an epoch by the number of the others
-        usual = max(count for count, _ in counts)
-        number, factors = counts[-1]
+        if not counts or not self._is_waiting_for_group:
+            return
+        usual, (number, factors) = self._usual_group(), counts[-1]
         others = [item for count, item in counts if count == usual]
-        if 1 <= number < usual and all(any(abs(usual * one - 1) < NEAR for one in item) for item in (factors, *others)):
-            self._is_short_group_known = True
+        if number != usual > 1 and all(any(abs(usual * one - 1) < NEAR for one in item) for item in (factors, *others)):
+            self._is_waiting_for_group = False
             sentence = f"an update of {number} micro-batches divides their losses by {usual}, the usual number"
             self._check.add(ADD_UP, self._updates, broken(sentence))
+
+    def _usual_group(self) -> int:
+        """Return the number of micro-batches of most updates; the larger one of two."""
+        counts = Counter(count for count, _ in self._watch.counts)
+        return max(sorted(counts, reverse=True), key=counts.__getitem__, default=1)
 
     def _judge_updates(self) -> None:
         """Add parameters that no update of the training has changed, to those that its gradients show."""
@@ -202,6 +220,7 @@ class Laws(DebugInterventionHook):
         is_waiting = bool(self._idle) and self._waits > 0
         if is_waiting and self._waits > MOST_UPDATES - LEAST_WAITS:
             return False
+        is_waiting |= self._is_waiting_for_group and self._usual_group() > 1
         return (is_evaluated and not is_waiting) or time.process_time() > self._end
 
     def results(self) -> list[dict[str, Any]]:

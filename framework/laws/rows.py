@@ -78,9 +78,9 @@ class Rows:
         if layout is RowLayout.PAIRS:
             return tensor[order][:, order]
         if layout is RowLayout.FLAT:
-            return tensor.reshape(self.count, -1, *tensor.shape[1:])[order].reshape(tensor.shape)
+            return tensor.reshape(self.count, -1, *tensor.shape[1:])[order].flatten(0, 1)
         if layout in (RowLayout.COPIES, RowLayout.FLAT_SECOND):
-            return tensor.reshape(-1, self.count, *tensor.shape[1:])[:, order].reshape(tensor.shape)
+            return tensor.reshape(-1, self.count, *tensor.shape[1:])[:, order].flatten(0, 1)
         return tensor[order]
 
 

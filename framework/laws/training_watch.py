@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import listed
@@ -45,6 +45,8 @@ class UpdatePasses:
     """The numbers by which the newest loss was multiplied last."""
     adds_up: bool = False
     """Whether the newest one has added to gradients."""
+    count: int = 0
+    """The number of passes whose gradients the update has."""
 
 
 class TrainingWatch(PassiveListener, Transient):
@@ -61,6 +63,9 @@ class TrainingWatch(PassiveListener, Transient):
     def __init__(self, report: Callable[[list[str]], None], on_update: Callable[[nn.Module, set[str]], None]) -> None:
         self._report, self._on_update = report, on_update
         self._model = nn.Module()
+        self._parts: dict[int, str] = {}
+        """The names of the model's modules with parameters, by id: a loop may call parts of the model alone."""
+        self._depth = 0
         self._is_active: Callable[[], bool] = bool
         self._last: _Moment | None = None
         """The start of the newest training pass of the update before."""
@@ -75,7 +80,7 @@ class TrainingWatch(PassiveListener, Transient):
         """The start of the newest pass with gradients."""
         self._update = UpdatePasses()
         self.counts: list[tuple[int, tuple[float, ...]]] = []
-        """For each update the number of backward passes, and the factors of the loss."""
+        """For each update the number of backward passes whose gradients it has, and the factors of the loss."""
         self.clipping: tuple[float, float] | None = None
         """The norm of the gradients before they were clipped and at the newest update, if they are clipped."""
         self._norm: float | None = None
@@ -90,9 +95,12 @@ class TrainingWatch(PassiveListener, Transient):
     def recording(self, model: nn.Module, is_active: Callable[[], bool]) -> Iterator[None]:
         """Watch the passes of a model in the body."""
         self._model, self._is_active = model, is_active
+        named = model.named_modules()
+        self._parts = {id(item): name for name, item in named if next(item.parameters(), None) is not None}
         with VISITS:
             handles: list[Any] = [
                 register_module_forward_pre_hook(self._before_pass),
+                register_module_forward_hook(self._after_pass),
                 register_optimizer_step_pre_hook(self._before_update),
                 register_optimizer_step_post_hook(self._after_update),
             ]
@@ -127,17 +135,30 @@ class TrainingWatch(PassiveListener, Transient):
 
         return set_rng_state
 
+    def _after_pass(self, module: nn.Module, *_: Any) -> None:
+        if id(module) in self._parts:
+            self._depth = max(0, self._depth - 1)
+
     def _before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if module is not self._model or not self._is_watching():
+        if id(module) not in self._parts:
+            return
+        self._depth = 1 if module is self._model else self._depth + 1
+        if self._depth > 1 or not self._is_watching():
             return
         if torch.is_grad_enabled():
             tensors = tensors_within(inputs)
             needs_gradients = any(item.requires_grad and item.is_leaf for item in tensors)
             shapes = tuple(tuple(item.shape) for item in tensors)
             self._newest = _Moment(self._modes(), self._changes(), shapes, needs_gradients or not module.training)
-        if self._last is not None and not (torch.is_grad_enabled() and module.training):
+        if self._last is not None and self._is_of_evaluation(module, self._last):
             self._has_evaluated = True
             self._is_evaluated_with_seed |= self._is_seeded
+
+    def _is_of_evaluation(self, module: nn.Module, last: _Moment) -> bool:
+        """Return whether a pass belongs to an evaluation; parts may be frozen, or run without gradients for targets."""
+        if module is self._model:
+            return not (torch.is_grad_enabled() and module.training)
+        return not module.training and self._parts[id(module)] in last.modes
 
     def on_gradients_used(self, gradients: Sequence[Tensor]) -> None:
         """Note the norm of gradients before they are clipped."""
@@ -150,6 +171,7 @@ class TrainingWatch(PassiveListener, Transient):
             self.clipping, self._norm = (self._norm, norm), None
 
     def _after_update(self, *_: Any) -> None:
+        self._depth = 0  # an error in a pass would have left it
         if not self._is_watching():
             return
         self._judge()
@@ -164,6 +186,7 @@ class TrainingWatch(PassiveListener, Transient):
         update = self._update
         update.passes.append(self._newest or _Moment(self._modes(), set()))  # the first one has no start
         update.adds_up = self._has_gradients()
+        update.count = update.count + 1 if update.adds_up else 1
         update.factors = factors_of(roots[0]) if len(roots) == 1 else ()
         self._newest = None
 
@@ -173,7 +196,7 @@ class TrainingWatch(PassiveListener, Transient):
         if not update.passes:
             return
         now, is_input_pass = update.passes[-1], self._adds_input_pass(update)
-        self.counts.append((len(update.passes), update.factors))
+        self.counts.append((update.count, update.factors))
         if self._last is not None and (self._has_evaluated or is_input_pass) and self._copies and not self.is_decided:
             self.is_decided = True
             leaves_gradients = is_input_pass or (

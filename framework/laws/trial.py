@@ -1,7 +1,7 @@
 """The step at which laws are tried: its rows, repetitions with other inputs, and the noise of rounding."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
@@ -178,6 +178,7 @@ class Trial:
         needs_loss: bool = True,
         train: bool = True,
         owner: nn.Module | None = None,
+        mode: AbstractContextManager[Any] | None = None,
         **options: Any,
     ) -> Evaluation:
         """Repeat the step with other constants and the same random numbers; everything is rolled back.
@@ -190,6 +191,7 @@ class Trial:
             needs_loss: ``False`` for outputs alone.
             train: ``False`` sets all modules to eval mode, so that dropout and batch statistics are off.
             owner: the module with the parameters of the gradients, by default the model.
+            mode: a mode of torch that is active in the passes and calls.
             options: further arguments of :meth:`.RecordedStep.replay`.
         """
         step = step or self.step
@@ -200,7 +202,7 @@ class Trial:
                 module.training = False
             step.streams.restore()
             start = self.streams.save()
-            with torch.set_grad_enabled(gradients):
+            with torch.set_grad_enabled(gradients), mode or nullcontext():
                 replay = step.replay(constants, needs_loss=needs_loss, **options)
             result = Evaluation([item.detach().clone() for item in replay.outputs], replay.loss.detach().clone())
             result.draws = not self.streams.save().equals(start)

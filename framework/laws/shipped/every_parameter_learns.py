@@ -24,7 +24,10 @@ class EveryParameterLearns(Law):
         parameters = {name: item for name, item in trial.model.named_parameters() if item.requires_grad}
         without = {name for name, item in parameters.items() if item.grad is None or not bool((item.grad != 0).any())}
         if len(without) == len(parameters):
-            return not_checked("the step has no gradients")
+            loss = trial.step.loss_value
+            if not parameters or trial.step.problem or loss is None or not loss.isfinite() or not loss:
+                return not_checked("the step has no gradients")
+            return broken("no parameter has a gradient", parameters)
         rates = [
             float(group["lr"]) for optimizer in trial.optimizers for group in optimizer.param_groups if "lr" in group
         ]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
-from ..recorded_step import RecordedCall, Value
+from ..recorded_step import RecordedCall, RecordedStep, Value
+from ..rows import UndecidedError
 from ..trial import Trial
 
 FACTOR = 1.5
@@ -17,7 +18,15 @@ FACTOR_OF_PAIRS = 5.0
 """The factor of a loss that compares rows with each other, whose similarities a small temperature spreads."""
 LEAST_CHANCE = 0.01
 """The part of the loss of zeros that the best constant output must have; equal targets leave less."""
+EQUAL = 1e-6
+"""The same part, if the targets of rows differ."""
+LEAST_ROWS = 8
+NEAR = 1e-3
 FITS = 100
+OF_LOGITS = ("cross_entropy", "binary_cross_entropy_with_logits")
+OF_PROBABILITIES = ("nll_loss", "binary_cross_entropy")
+SHAPES = {"View", "UnsafeView", "Squeeze", "Unsqueeze", "Transpose", "Permute", "Reshape", "Select", "Slice", "ToCopy"}
+SCALINGS = {"div", "truediv", "true_divide", "divide", "mul", "rmul", "multiply"}
 
 
 @LawRegistry.register
@@ -39,7 +48,7 @@ class LossStartsAtChance(Law):
         step = trial.loss_step()
         if step.targets_are_inputs():
             return not_checked("the targets are the inputs")
-        if outcome := self._of_probabilities(trial):
+        if outcome := self._of_probabilities(trial) or self._of_rows(trial):
             return outcome
         outputs = {value: item for value, item in step.outputs.items() if item.is_floating_point()}
         if not outputs or step.loss in step.outputs:
@@ -47,14 +56,7 @@ class LossStartsAtChance(Law):
         if trial.layout.dimension or any(item.ndim < 1 or len(item) != trial.rows for item in outputs.values()):
             return not_checked("an output has no entry per row")
         first = trial.evaluate(train=False).loss
-        constant, is_bounded = self._best_constant(trial, outputs)
-        if not is_bounded:
-            return not_checked("no constant output minimises the loss")
-        if constant < LEAST_CHANCE * self._of_zeros(trial, outputs):
-            return not_checked("a constant output is right for all rows")
-        targets = [item for item in step.constants_of_calls() if item in trial.layout.layouts]
-        if any(not step.constants[index].is_floating_point() for index in targets):
-            constant = max(constant, self._of_zeros(trial, outputs))  # equal logits: ln C
+        constant = self._constant(trial, outputs)
         errors = torch.stack([self._half(trial, seed) for seed in range(8)])
         bar = float(errors.std())
         factor = FACTOR_OF_PAIRS if trial.compares_rows else FACTOR
@@ -64,22 +66,80 @@ class LossStartsAtChance(Law):
             )
         return holds(f"{float(first):.4g}, a constant prediction {constant:.4g}")
 
+    def _constant(self, trial: Trial, outputs: Mapping[Value, Tensor]) -> float:
+        """Return the loss of the best constant output; of classes, not below that of equal probabilities.
+
+        Raises:
+            UndecidedError: there is none, or one is right for all rows.
+        """
+        step = trial.step
+        constant, is_bounded = self._best_constant(trial, outputs)
+        if not is_bounded and origin_of_loss(step) != "cross_entropy":
+            raise UndecidedError("no constant output minimises the loss")
+        names = {call.name for call in step.calls}
+        targets = [step.constants[index] for index in step.constants_of_calls() if index in trial.layout.layouts]
+        has_different = any(bool((item != item[:1]).any()) for item in targets)
+        zeros = self._of_zeros(trial, outputs)
+        if constant < (EQUAL if has_different else LEAST_CHANCE) * zeros:
+            raise UndecidedError("a constant output is right for all rows")
+        if any(not item.is_floating_point() for item in targets) or "binary_cross_entropy_with_logits" in names:
+            return max(constant, zeros)  # equal logits: ln C
+        return max(constant, self._of_zeros(trial, outputs, 0.5)) if "binary_cross_entropy" in names else constant
+
     def _of_probabilities(self, trial: Trial) -> Outcome | None:
-        """Return a violation if ``nll_loss`` gets values whose exponentials do not sum to 1 over the classes."""
-        step, sums = trial.step, list[Tensor]()
+        """Return a violation if a loss gets logits in place of log-probabilities, or probabilities in place of logits.
+
+        ``nll_loss`` needs values whose exponentials sum to 1 over the classes; other losses contain a softmax or a
+        sigmoid, so that their values must not be results of one.
+        """
+        sums, repeated = list[Tensor](), list[str]()
 
         def note(call: RecordedCall, arguments: Any, options: Any) -> None:
+            if call.name not in (*OF_LOGITS, *OF_PROBABILITIES):
+                return
+            values = arguments[0] if arguments else options["input"]
             if call.name == "nll_loss":
-                values = arguments[0] if arguments else options["input"]
                 sums.append(values.detach().double().exp().sum(1 if values.ndim > 1 else 0))
+            functions = _last_functions(values)
+            if call.name in OF_PROBABILITIES:
+                functions = functions[1:] if functions[:1] in (["LogSoftmax"], ["Sigmoid"]) else []
+            if functions and functions[0] in ("Softmax", "Sigmoid"):
+                repeated.append(f"{call.name} gets values of a {functions[0].lower()}, to which another one is applied")
 
-        with trial.branch(), torch.no_grad():
-            step.replay(outputs=step.outputs, observe=note)
+        with trial.branch(), torch.enable_grad():
+            trial.step.streams.restore()
+            trial.step.replay(observe=note)
         wrong = [item for item in sums if float((item - 1).abs().max()) > 0.01]
-        if not wrong:
+        if wrong:
+            mean = float(wrong[0].mean())
+            return broken(
+                f"the loss takes outputs as log-probabilities that sum to {mean:.3g} over the classes, not to 1"
+            )
+        return broken(repeated[0]) if repeated else None
+
+    def _of_rows(self, trial: Trial) -> Outcome | None:
+        """Return a violation if a loss of classes is an undivided sum over rows, or a mean that is divided again."""
+        step, count = trial.step, trial.rows
+        if len(trial.steps) > 1 or count < LEAST_ROWS or origin_of_loss(step) not in ("cross_entropy", "nll_loss"):
             return None
-        mean = float(wrong[0].mean())
-        return broken(f"the loss takes outputs as log-probabilities that sum to {mean:.3g} over the classes, not to 1")
+        half = torch.arange(count // 2)
+        try:
+            one, twice = (
+                float(trial.evaluate(trial.with_rows(order), train=False).loss) for order in (half, half.repeat(2))
+            )
+        except (RuntimeError, ValueError):  # of numbers of rows in the script
+            return None
+        factor = math.prod(step.factors)
+        is_sum = abs(twice / one - 2) < NEAR
+        multiple = factor * count if is_sum else factor
+        if not is_sum and abs(twice / one - 1) > NEAR:
+            return None
+        loss = float(trial.evaluate(train=False).loss)
+        if abs(multiple / count - 1) < NEAR:
+            return broken(f"the loss starts at {loss:.4g}: it is a sum over {count} rows, {count} times their mean")
+        if abs(multiple * count - 1) < NEAR:
+            return broken(f"the loss starts at {loss:.4g}: the mean over {count} rows is divided by {count} once more")
+        return None
 
     def _best_constant(self, trial: Trial, outputs: Mapping[Value, Tensor]) -> tuple[float, bool]:
         """Return the loss of the best outputs that are equal for all rows, and whether it is a minimum."""
@@ -110,8 +170,9 @@ class LossStartsAtChance(Law):
         is_bounded = min(losses) > 0 and slope < 0.1 * abs(losses[0])
         return min(losses), is_bounded
 
-    def _of_zeros(self, trial: Trial, outputs: Mapping[Value, Tensor]) -> float:
-        zeros = {value: torch.zeros_like(item) for value, item in outputs.items()}
+    def _of_zeros(self, trial: Trial, outputs: Mapping[Value, Tensor], number: float = 0.0) -> float:
+        """Return the loss of outputs that are 0, or another number."""
+        zeros = {value: torch.full_like(item, number) for value, item in outputs.items()}
         with trial.branch(), torch.no_grad():
             return float(trial.step.replay(outputs={**trial.step.outputs, **zeros}).loss)
 
@@ -120,3 +181,25 @@ class LossStartsAtChance(Law):
         order = torch.randperm(trial.rows, generator=torch.Generator().manual_seed(seed))
         half = order[: max(1, trial.rows // 2)]
         return trial.evaluate(trial.with_rows(half.repeat(2 + trial.rows % 2)[: trial.rows]), train=False).loss
+
+
+def origin_of_loss(step: RecordedStep) -> str:
+    """Return the name of the function whose result, perhaps multiplied by a number, is the loss."""
+    producers = {value: call for call in step.calls for value in call.results}
+    call = producers.get(step.loss) if step.loss is not None else None
+    while call is not None and call.name.strip("_i") in SCALINGS:
+        values = [item for item in step.items_of(call) if isinstance(item, Value)]
+        call = producers.get(values[0]) if len(values) == 1 else None
+    return "" if call is None or call.is_pass else call.name
+
+
+def _last_functions(values: Tensor) -> list[str]:
+    """Return the names of the last two functions that have computed values, apart from changes of their shape."""
+    names: list[str] = []
+    node: Any = values.grad_fn
+    while node is not None and len(names) < 2:
+        name = node.name().removesuffix("0").removesuffix("Backward")
+        if name not in SHAPES:
+            names.append(name)
+        node = next((item for item, _ in node.next_functions if item is not None), None)
+    return names

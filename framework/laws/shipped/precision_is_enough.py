@@ -1,11 +1,20 @@
 """The law that rounding errors of the gradient are below the noise of the batch."""
 
 from copy import deepcopy
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
 from ..trial import Trial, distance
+
+NARROW = (torch.float16, torch.bfloat16)
+CASTS = {"half", "bfloat16", "float"}
+UPDATES = 16
+"""Updates with one gradient, after which also optimizers that keep small parts have changed a weight."""
+MOST_LOST = 0.5
+"""The part of the weights with a gradient that updates may leave."""
 
 
 @LawRegistry.register
@@ -18,6 +27,8 @@ class PrecisionIsEnough(Law):
 
     def check(self, trial: Trial) -> Outcome:
         """Compute the gradient in both precisions."""
+        if outcome := _of_updates(trial):
+            return outcome
         step, count = trial.loss_step(), trial.rows
         with trial.branch():
             wide = deepcopy(trial.model).double()
@@ -30,7 +41,8 @@ class PrecisionIsEnough(Law):
             for index, tensor in enumerate(step.constants)
             if tensor.is_floating_point()
         }
-        exact = trial.evaluate(doubles, gradients=True, train=False, modules=pairs, autocast=False, owner=wide)
+        options: dict[str, Any] = {"modules": pairs, "autocast": False, "owner": wide, "mode": WideCalls()}
+        exact = trial.evaluate(doubles, gradients=True, train=False, **options)
         one, other = trial.gradient(), exact.joint_gradient()
         if not one.isfinite().all():
             if other.isfinite().all() and exact.loss.isfinite().all():
@@ -51,3 +63,54 @@ class PrecisionIsEnough(Law):
         if error > noise and error > 1e-3 * size:
             return broken(f"the gradient is {error / max(size, 1e-300):.1%} off that of float64")
         return holds(f"the gradient's error is {error / max(size, 1e-300):.1e}")
+
+
+class WideCalls(TorchFunctionMode):
+    """Computes in float64 what the body casts to other types, or makes in them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch with float64 in place of narrower types."""
+
+        def wide(item: Any) -> Any:
+            return torch.float64 if item in (*NARROW, torch.float32) else item
+
+        name = getattr(func, "__name__", "")
+        if name in CASTS:
+            return args[0].double()
+        result = func(
+            *(wide(item) if isinstance(item, torch.dtype) else item for item in args),
+            **{key: wide(item) if isinstance(item, torch.dtype) else item for key, item in (kwargs or {}).items()},
+        )
+        is_made = isinstance(result, torch.Tensor) and not any(isinstance(item, torch.Tensor) for item in args)
+        return result.double() if is_made and result.dtype in (*NARROW, torch.float32) else result
+
+
+def _of_updates(trial: Trial) -> Outcome | None:
+    """Return a violation if updates of narrow weights are so small that these round to what they were."""
+    weights = [
+        item
+        for item in trial.model.parameters()
+        if item.dtype in NARROW and item.grad is not None and any(_trains(one, item) for one in trial.optimizers)
+    ]
+    if not weights or trial.number == 1:  # of a warm-up, for example
+        return None
+    with trial.branch(), torch.no_grad():
+        for group in (group for optimizer in trial.optimizers for group in optimizer.param_groups):
+            group["lr"] = max(group["lr"], group.get("initial_lr", 0.0))
+        copies = [item.detach().clone() for item in weights]
+        for _ in range(UPDATES):
+            for optimizer in trial.optimizers:
+                optimizer.step()
+        pairs = [(item, copy, item.grad) for item, copy in zip(weights, copies, strict=True)]
+        given = sum(int((grad != 0).sum()) for *_, grad in pairs if grad is not None)
+        lost = sum(int(((grad != 0) & (item == copy)).sum()) for item, copy, grad in pairs if grad is not None)
+    if lost > MOST_LOST * given:
+        kind = str(weights[0].dtype).removeprefix("torch.")
+        return broken(f"{lost / given:.0%} of the {kind} weights with a gradient are as before after {UPDATES} updates")
+    return None
+
+
+def _trains(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    return any(item is parameter for group in optimizer.param_groups for item in group["params"])

@@ -1,6 +1,7 @@
 """Each law on a small training that breaks it and on one that does not."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ def _batch() -> Batch:
         "y": torch.randint(0, CLASSES, (ROWS,), generator=generator),
         "tokens": tokens[:, :-1],
         "next": tokens[:, 1:],
+        "padded": tokens[:, :-1] * mask,
         "sequence": torch.randn(ROWS, TIME, FEATURES, generator=generator),
         "mask": mask,
     }
@@ -65,6 +67,75 @@ class Pooled(nn.Module):
         if not self.uses_mask:
             return self.head(x.mean(1))
         return self.head((x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+
+class PooledTokens(nn.Module):
+    """A mean over embeddings of tokens, with or without those of padding, which is symbol 0."""
+
+    def __init__(self, *, uses_mask: bool) -> None:
+        super().__init__()
+        self.table, self.head, self.uses_mask = nn.Embedding(11, 8), nn.Linear(8, CLASSES), uses_mask
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = (tokens != 0 if self.uses_mask else tokens >= 0)[..., None]
+        return self.head((self.table(tokens) * mask).sum(1) / mask.sum(1))
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of two matrices."""
+
+    def __init__(self, *, starts_at_zero: bool) -> None:
+        super().__init__()
+        self.base = nn.Linear(FEATURES, CLASSES).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, FEATURES) * (0.0 if starts_at_zero else 1.0))
+        self.up = nn.Parameter(torch.zeros(CLASSES, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+class Denoiser(nn.Module):
+    """A network that returns its loss, and whose inner network gets a time."""
+
+    class Network(nn.Module):
+        """A linear layer, with or without the time."""
+
+        def __init__(self, *, uses_time: bool) -> None:
+            super().__init__()
+            self.head, self.uses_time = nn.Linear(FEATURES, FEATURES), uses_time
+
+        def forward(self, x: Tensor, time: Tensor) -> Tensor:
+            return self.head(x) * (time if self.uses_time else 1.0)
+
+    def __init__(self, *, uses_time: bool) -> None:
+        super().__init__()
+        self.network = self.Network(uses_time=uses_time)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time, noise = torch.rand(len(x), 1), torch.randn_like(x)
+        return F.mse_loss(self.network(x + time * noise, time), noise)
+
+
+class Summed(nn.Module):
+    """A sum of many values in float16 or float32, from which the mean is taken away later."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.head, self.dtype = nn.Linear(FEATURES, CLASSES), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (10 * self.head(x).to(self.dtype) + 60_000).float() - 60_000
+
+
+class Nodes(nn.Module):
+    """A layer over nodes, with or without the mean of all nodes."""
+
+    def __init__(self, *, mixes: bool) -> None:
+        super().__init__()
+        self.head, self.mixes = nn.Linear(FEATURES, CLASSES), mixes
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.head(x + x[edges[0]].mean(0) if self.mixes else x)
 
 
 class Normalised(nn.Module):
@@ -144,6 +215,20 @@ def _masked(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["sequence"], batch["mask"]), batch["y"])
 
 
+def _tagged(ignored: int) -> Loss:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch["padded"]).flatten(0, 1), batch["padded"].flatten(), ignore_index=ignored)
+
+    return loss
+
+
+def _pooled_nodes(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss of rows of four nodes each, in one ring, whose outputs the script sums."""
+    nodes, rows = batch["x"].repeat(4, 1), torch.arange(ROWS).repeat_interleave(4)
+    edges = torch.stack([torch.arange(4 * ROWS), torch.arange(4 * ROWS).roll(1)])
+    return F.cross_entropy(torch.zeros(ROWS, CLASSES).index_add(0, rows, model(nodes, edges)), batch["y"])
+
+
 def _relative(model: nn.Module, batch: Batch) -> Tensor:
     errors = (model(batch["x"])[:, 0] - batch["x"].sum(1)).square()
     return (errors / errors.max()).mean()
@@ -183,6 +268,26 @@ PAIRS = [
     Pair("halves_make_a_whole", (Scaled, _relative), (Scaled, _square)),
     Pair("loss_starts_at_chance", (lambda: Scaled(outputs=300.0), _classified()), (Scaled, _classified())),
     Pair("one_batch_can_be_learned", (lambda: Scaled(inputs=0.0), _classified()), (Scaled, _square)),
+    Pair("padding_does_not_matter", (lambda: PooledTokens(uses_mask=False), _classified("padded")),
+         (lambda: PooledTokens(uses_mask=True), _classified("padded"))),
+    Pair("padding_does_not_matter", (lambda: nn.Embedding(11, 11), _tagged(-100)),
+         (lambda: nn.Embedding(11, 11), _tagged(0))),
+    Pair("loss_starts_at_chance",
+         (Scaled, lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")),
+         (Scaled, lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum") / ROWS)),
+    Pair("loss_starts_at_chance",
+         (Scaled, lambda model, batch: F.cross_entropy(model(batch["x"]).softmax(1), batch["y"])),
+         (Scaled, lambda model, batch: F.nll_loss(model(batch["x"]).softmax(1).log(), batch["y"]))),
+    Pair("loss_starts_at_chance",
+         (lambda: nn.Linear(FEATURES, 1), lambda model, batch: F.l1_loss(model(batch["x"]), 2000 + batch["x"][:, :1])),
+         (lambda: nn.Linear(FEATURES, 1), lambda model, batch: F.l1_loss(model(batch["x"]), batch["x"][:, :1]))),
+    Pair("every_parameter_learns", (lambda: Adapted(starts_at_zero=True), _classified()),
+         (lambda: Adapted(starts_at_zero=False), _classified())),
+    Pair("input_matters", (lambda: Denoiser(uses_time=False), lambda model, batch: model(batch["x"])),
+         (lambda: Denoiser(uses_time=True), lambda model, batch: model(batch["x"]))),
+    Pair("rows_do_not_mix", (lambda: Nodes(mixes=True), _pooled_nodes), (lambda: Nodes(mixes=False), _pooled_nodes)),
+    Pair("precision_is_enough", (lambda: Summed(torch.float16), _classified()),
+         (lambda: Summed(torch.float32), _classified())),
     Pair("precision_is_enough", (lambda: Scaled(inputs=1e5, dtype=torch.float16), _classified()),
          (Scaled, _classified())),
 ]  # fmt: skip
@@ -204,6 +309,15 @@ def test_every_law_without_ranks_has_a_pair() -> None:
     assert {law.name for law in LawRegistry if law.__module__.startswith("loopscope.")} == elsewhere | {
         pair.law for pair in PAIRS
     }
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_updates_below_the_precision_of_weights(is_lost: bool) -> None:
+    torch.manual_seed(0)
+    model = Scaled(dtype=torch.bfloat16)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-6 if is_lost else 1e-2)
+    with pytest.raises(AssertionError, match="as before after") if is_lost else nullcontext():
+        check_training(model, _classified(), _batch(), optimizer=optimizer, laws=["precision_is_enough"])
 
 
 def test_check_leaves_training_as_it_was() -> None:

@@ -69,13 +69,26 @@ def two_losses_of_a_batch(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     optimizer.step()
 
 
+def epochs(*counts: int) -> Loop:
+    """Return a loop whose updates have other numbers of micro-batches, one after the other."""
+    remaining = list(counts)
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        for _ in range(remaining.pop(0)):
+            (mean_loss(model) / MICRO).backward()
+        optimizer.step()
+
+    return loop
+
+
 def check(loop: Loop, folder: Path) -> tuple[str, str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     scope = loopscope.attach(model, optimizer, out=folder / "run", display="none", hooks=["laws"], hook_options=OPTIONS)
     with scope:
-        for _ in range(3):
+        for _ in range(4):
             loop(model, optimizer)
         (result,) = scope.check()
     return result["verdict"], result.get("evidence", "")
@@ -88,8 +101,10 @@ def check(loop: Loop, folder: Path) -> tuple[str, str]:
         (accumulate(mean_loss), "4 times"),
         (accumulate(masked_mean), "differ from the batch's"),
         (zero_grad_within, "last 1 of 4"),
+        (epochs(MICRO, MICRO, MICRO, 1), "an update of 1 micro-batches"),
+        (epochs(MICRO, MICRO, MICRO + 1, MICRO), "an update of 5 micro-batches"),
     ],
-    ids=["undivided", "mean of means", "zero_grad within"],
+    ids=["undivided", "mean of means", "zero_grad within", "short group", "remaining gradients"],
 )
 def test_wrong_accumulation_is_broken(loop: Loop, evidence: str, tmp_path: Path) -> None:
     outcome = check(loop, tmp_path)
