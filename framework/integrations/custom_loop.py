@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..combined_optimizers import separate_optimizers
 from ..data import Batch, MicroBatches
-from ..doctor.senses import EvaluationModes, last_divisor
+from ..doctor.senses import EvaluationModes, last_divisor, reaches
 from ..errors import LoopscopeError, RunNotice, UsageError, notice, require, warn, with_lines
 from ..hooks import Alert, HookPoint
 from ..observing import listen, stop_listening
@@ -413,9 +413,9 @@ class CustomLoop(Transient):
             self._end_failed_update()
         if self._step.is_counted:
             self._drop_cleared_passes()
-        if self._step.phase is BETWEEN_STEPS and self._passed is not NO_ROWS:
-            self._open_step()
         is_loss = len(roots) == 1 and not roots[0].ndim
+        if self._step.phase is BETWEEN_STEPS and (self._passed is not NO_ROWS or (is_loss and self._reaches(roots[0]))):
+            self._open_step()
         if self._driver.backward_callback and is_loss and self._step.phase is IN_STEP and self._step.has_new_batch:
             self._was_shown = True
             with self._hook_calls:
@@ -423,6 +423,14 @@ class CustomLoop(Transient):
         self._is_in_backward, self._gradients = True, self._read_gradients()
         self._divisor = last_divisor(roots[0]) if is_loss else 1.0
         self._mark((BACKWARD, self._now()))
+
+    def _reaches(self, loss: Tensor) -> bool:
+        """Return whether a loss of which no pass was seen, such as one by another method than forward, is the step's.
+
+        Without hooks before backward passes, the step begins after the pass.
+        """
+        is_open = self._step.has_closure or self._has_batches or self._driver.backward_callback is None
+        return not is_open and reaches(loss, self._parameters)
 
     def on_failed_backward(self) -> None:
         """Forget a pass that has raised an error."""

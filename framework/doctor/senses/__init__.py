@@ -6,7 +6,7 @@ from .caller_variables import variables_with
 from .episodes import EPISODES, Episodes, note_environment
 from .evaluation_dropout import EvaluationDropout
 from .evaluation_modes import EvaluationModes
-from .loss_graph import last_divisor
+from .loss_graph import last_divisor, reaches
 from .policy_graph import MOST_PARTS, LogProbs, PolicyTerms, Regressed, Weighted, policy_terms, sampled_rows
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "last_divisor",
     "note_environment",
     "policy_terms",
+    "reaches",
     "sampled_rows",
     "variables_with",
 ]

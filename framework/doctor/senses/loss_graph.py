@@ -15,7 +15,7 @@ Each attribute is read with a default, so that a version of torch without it giv
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -169,6 +169,12 @@ def last_divisor(loss: Tensor) -> float:
             return divisor
         node = _next(node)
     return 1.0
+
+
+def reaches(loss: Tensor, parameters: Collection[Tensor]) -> bool:
+    """Return whether the gradient of a loss reaches one of the parameters within the first 20,000 nodes."""
+    own = {id(parameter) for parameter in parameters}
+    return any(id(getattr(node, "variable", None)) in own for node in _all_nodes(loss.grad_fn))
 
 
 def _inputs(node: Any) -> list[Any]:

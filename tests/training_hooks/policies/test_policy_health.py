@@ -132,5 +132,14 @@ def test_target_network_that_never_changes_is_found(tmp_path: Path) -> None:
     assert metrics["target_network_distance"][-1] > 0
 
 
+def test_passes_by_other_methods_are_measured(tmp_path: Path) -> None:
+    """As in stable-baselines3, no pass of the whole model is seen."""
+    advantages = RETURNS
+    metrics = trained(
+        tmp_path, lambda agent: -(Categorical(logits=agent.actor(STATES)).log_prob(ACTIONS) * advantages).mean()
+    )
+    assert metrics["found"] == [1.0] * 3
+
+
 def test_other_losses_have_no_measures(tmp_path: Path) -> None:
     assert trained(tmp_path, lambda agent: F.cross_entropy(agent(STATES)[0].logits, ACTIONS)) == {"found": [0.0] * 3}
