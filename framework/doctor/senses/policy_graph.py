@@ -260,9 +260,11 @@ def _has_negative(values: Tensor) -> bool:
 
 
 def _is_mask(values: Tensor) -> bool:
+    """Return whether a factor has zeros and ones only, or integers; advantages may all be 0."""
     if not values.is_floating_point():
         return True
-    return bool(((values == 0) | (values == 1)).all()) and bool((values == 0).any() | (values.ndim == 2))
+    is_binary = bool(((values == 0) | (values == 1)).all()) and bool((values == 1).any())
+    return is_binary and (values.ndim == 2 or bool((values == 0).any()))
 
 
 def log_probs_at(node: Any) -> LogProbs | None:
@@ -282,6 +284,8 @@ def _log_probs_at(node: Any) -> LogProbs | None:
         return None if source is None else _of_categorical(source, count)
     if name == "Sub":
         return _of_picked_logits(node, count) or _of_normal(node, count)
+    if "LogProb" in name:  # a fused function, such as that of TRL
+        return LogProbs(count)
     return _of_picked_probabilities(node, count) if name == "Log" else None
 
 

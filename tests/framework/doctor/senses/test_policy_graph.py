@@ -103,6 +103,34 @@ def test_masks_and_reference_of_completions_are_found() -> None:
     assert terms.weighted[0].advantages.shape == (2, 1)
 
 
+class FusedLogProb(torch.autograd.Function):
+    """As TRL computes log-probabilities, without logits."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.log_softmax(-1)[:, 0]
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient[:, None].expand_as(*ctx.saved_tensors)
+
+
+def test_fused_log_probabilities_are_found() -> None:
+    log_probs = FusedLogProb.apply(ACTOR(STATES))
+    ratio = (log_probs - OLD).exp()
+    assert policy_terms(-(ratio * ADVANTAGES).mean()).ratios is not None
+    chosen, rejected = log_probs.chunk(2)
+    preferences = policy_terms(-F.logsigmoid(0.1 * (chosen - rejected - OLD[:3])).mean()).preferences
+    assert preferences is not None
+    torch.testing.assert_close(preferences, 0.1 * (chosen - rejected - OLD[:3]).detach())
+
+
+def test_advantages_of_zero_are_no_mask() -> None:
+    terms = policy_terms(-(ratios() * torch.zeros(ROWS)).mean())
+    assert [one.advantages.tolist() for one in terms.weighted] == [[0.0] * ROWS]
+
+
 def test_values_of_taken_actions_are_found() -> None:
     (regressed,) = policy_terms(F.smooth_l1_loss(ACTOR(STATES).gather(1, ACTIONS[:, None])[:, 0], TARGETS)).regressed
     assert regressed.has_picked
