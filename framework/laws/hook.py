@@ -32,6 +32,7 @@ from .recording import Recording
 from .session import FILE, LEARNS, LawCheck, as_content
 from .training_watch import TrainingWatch
 from .trial import Trial
+from .values import weight_of
 
 NEVER = 10**9
 EVALUATION = "evaluation_changes_nothing"
@@ -192,7 +193,7 @@ class Laws(DebugInterventionHook):
 
     def _judge_updates(self) -> None:
         """Add parameters that no update of the training has changed, to those that its gradients show."""
-        still = sorted(self._trainable - self._moved)
+        still = sorted(name for name in self._trainable - self._moved if weight_of(name) not in self._moved)
         if self._updates < LEAST_UPDATES or not self._moved or not still or self._is_judged:
             return
         self._is_judged = True

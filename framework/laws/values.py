@@ -96,3 +96,8 @@ def has_tensors(value: Any) -> bool:
 
 def _is_object(value: Any) -> bool:
     return is_dataclass(value) and not isinstance(value, type)
+
+
+def weight_of(name: str) -> str:
+    """Return the name of the weight of a bias, or an empty text."""
+    return f"{name.removesuffix('bias')}weight" if name.endswith("bias") else ""

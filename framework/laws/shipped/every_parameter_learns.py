@@ -6,6 +6,7 @@ from ...errors import listed
 from ...observing import optimizers_over
 from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
 from ..trial import Trial
+from ..values import weight_of
 
 
 @LawRegistry.register
@@ -22,7 +23,10 @@ class EveryParameterLearns(Law):
     def check(self, trial: Trial) -> Outcome:
         """Compare parameters before and after the update."""
         parameters = {name: item for name, item in trial.model.named_parameters() if item.requires_grad}
-        without = {name for name, item in parameters.items() if item.grad is None or not bool((item.grad != 0).any())}
+        learning = {name for name, item in parameters.items() if item.grad is not None and bool((item.grad != 0).any())}
+        without = parameters.keys() - learning
+        # The sum of the gradients of a bias is 0 where outputs are subtracted from each other.
+        without -= {name for name in without if parameters[name].grad is not None and weight_of(name) in learning}
         if len(without) == len(parameters):
             loss = trial.step.loss_value
             if not parameters or trial.step.problem or loss is None or not loss.isfinite() or not loss:
@@ -39,6 +43,7 @@ class EveryParameterLearns(Law):
                 for optimizer in trial.optimizers:
                     optimizer.step()
                 still = {name for name, item in parameters.items() if torch.equal(item, before[name])}
+                still -= {name for name in still if name not in learning and name not in without}
         elif rates:
             return not_checked("the learning rate is 0")
         if stray := _stray_leaves(trial):

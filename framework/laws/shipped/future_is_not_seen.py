@@ -1,6 +1,6 @@
 """The law that a model of next tokens does not see them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,15 +35,15 @@ class FutureIsNotSeen(Law):
             if name := sees_its_target(trial):
                 return broken(f"an output depends on the value of {name} with which it is compared")
             return not_checked("no input is a sequence whose next positions are the targets")
-        tokens = trial.inputs[found.index]
+        given = trial.inputs[found.index]
+        tokens = _sequence(given, found.time)
         is_changed = False
         for place in _places(tokens):
             scored = found.scored_at(trial, place)
             later = tokens.clone()
             later[:, place + 1 :] = tokens.roll(1, 0)[:, place + 1 :].flip(1)
-            before, after = (
-                trial.evaluate(value, needs_loss=False, train=False).outputs for value in (None, {found.index: later})
-            )
+            changed = {found.index: later.reshape(given.movedim(found.time, 1).shape).movedim(1, found.time)}
+            before, after = (trial.evaluate(value, needs_loss=False, train=False).outputs for value in (None, changed))
             for position, (one, other) in enumerate(zip(before, after, strict=True)):
                 is_changed |= not torch.equal(one, other)
                 if one.shape == scored.shape:
@@ -61,6 +61,8 @@ class _Prediction:
     target: int
     offset: int
     """The position in the targets of the value after position 0 of the sequence."""
+    time: int = 1
+    """The dimension of the positions in the input."""
 
     def scored_at(self, trial: Trial, place: int) -> Tensor:
         """Return which outputs the loss compares with the value after a position: those whose gradients it changes.
@@ -70,9 +72,11 @@ class _Prediction:
         """
         trial.loss_step()
         target = trial.step.constants[self.target]
-        rows = target.reshape(trial.rows, -1).clone()
+        is_flat = _sequence(trial.inputs[self.index], self.time).ndim == 2
+        rows = (target.reshape(trial.rows, -1) if is_flat else target.movedim(self.time, 1)).clone()
         rows[:, place + self.offset] = rows.roll(1, 0)[:, place + self.offset]
-        before, after = (trial.output_gradient(value) for value in (None, {self.target: rows.reshape(target.shape)}))
+        other = rows.reshape(target.shape) if is_flat else rows.movedim(1, self.time)
+        before, after = (trial.output_gradient(value) for value in (None, {self.target: other}))
         if before is None or after is None:
             raise UndecidedError("the loss does not show which outputs belong to a position")
         changed = before != after
@@ -84,29 +88,54 @@ class _Prediction:
 
 def _prediction(trial: Trial, index: int) -> _Prediction | None:
     """Return the constant that is this input, shifted by one position."""
-    tokens, count = trial.inputs[index], trial.rows
-    if tokens.ndim != 2 or tokens.shape[1] < LEAST or len(tokens) != count or tokens.dtype is torch.bool:
+    given, count = trial.inputs[index], trial.rows
+    if given.ndim < 2 or len(given) != count or given.dtype is torch.bool:
         return None
-    for other in sorted({*trial.step.constants_of_calls(), *trial.inputs} - {index}):
-        target = trial.step.constants[other]
-        if target.numel() % count or target.dtype != tokens.dtype:
-            continue
-        rows = target.reshape(count, -1)
-        if rows.shape[1] == tokens.shape[1] and _are_equal(tokens[:, 1:], rows[:, :-1]):  # data[:, :-1], data[:, 1:]
-            return _Prediction(index, other, 0)
-        if rows.shape[1] == tokens.shape[1] - 1 and _are_equal(tokens[:, 1:], rows):  # the loss leaves out the first
-            return _Prediction(index, other, 0)
-        if other in trial.inputs and rows.shape == tokens.shape and _are_equal(tokens, rows):
-            labels = _Prediction(index, other, 1)  # of models of Hugging Face, which shift labels themselves
-            if _is_earlier(trial, labels):
-                return labels
+    others = sorted({*trial.step.constants_of_calls(), *trial.inputs} - {index})
+    candidates = (_Prediction(index, other, 0, time) for time in sorted({1, given.ndim - 1}) for other in others)
+    return next(filter(None, (_verified(trial, candidate) for candidate in candidates)), None)
+
+
+def _verified(trial: Trial, candidate: _Prediction) -> _Prediction | None:
+    """Return a prediction if its target is its input, shifted by one position, with the right offset."""
+    tokens = _sequence(trial.inputs[candidate.index], candidate.time)
+    target = trial.step.constants[candidate.target]
+    if tokens.shape[1] < LEAST or (tokens.ndim == 2 and target.numel() % len(tokens)):
+        return None
+    if tokens.ndim > 2:
+        is_next = target.shape == trial.inputs[candidate.index].shape and _are_equal(
+            tokens[:, 1:], target.movedim(candidate.time, 1)[:, :-1]
+        )
+        return candidate if is_next else None
+    rows = target.reshape(len(tokens), -1)
+    if rows.shape == tokens.shape and _are_equal(tokens[:, 1:], rows[:, :-1]):  # data[:, :-1], data[:, 1:]
+        return candidate
+    if target.dtype != tokens.dtype:
+        return None
+    if rows.shape[1] == tokens.shape[1] - 1 and _are_equal(tokens[:, 1:], rows):  # the loss leaves out the first
+        return candidate
+    if candidate.target in trial.inputs and rows.shape == tokens.shape and _are_equal(tokens, rows):
+        labels = replace(candidate, offset=1)  # of models of Hugging Face, which shift labels themselves
+        return labels if _is_earlier(trial, labels) else None
     return None
 
 
+def _sequence(tensor: Tensor, time: int) -> Tensor:
+    """Return a tensor with rows and positions as first dimensions, and no others of one element."""
+    moved = tensor.movedim(time, 1)
+    return moved.reshape(moved.shape[:2]) if moved.numel() == moved.shape[:2].numel() else moved
+
+
 def _are_equal(tokens: Tensor, targets: Tensor) -> bool:
-    """Return whether targets are tokens, apart from ignored ones, with enough different values to tell."""
+    """Return whether targets are tokens, apart from ignored ones, with enough different values to tell.
+
+    Whole numbers may also be codes of the values, each of one value.
+    """
     known = targets >= 0 if not targets.is_floating_point() else torch.ones_like(targets, dtype=torch.bool)
-    return torch.equal(tokens[known], targets[known]) and len(torch.unique(tokens[known])) >= LEAST
+    tokens, targets = tokens[known], targets[known]
+    if targets.dtype != tokens.dtype:
+        tokens, targets = (torch.unique(item, return_inverse=True)[1] for item in (tokens, targets))
+    return torch.equal(tokens, targets) and len(torch.unique(tokens)) >= LEAST
 
 
 def _is_earlier(trial: Trial, labels: _Prediction) -> bool:

@@ -6,7 +6,7 @@ import torch
 
 from ...errors import listed
 from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
-from ..recorded_step import RecordedCall, Value
+from ..recorded_step import Constant, RecordedCall, Value
 from ..trial import Trial, distance
 from ..values import tensors_within
 
@@ -14,6 +14,10 @@ LEAST_PART = 1e-3
 """The part of the gradient that must remain: the share of the halves is fitted, and its error remains, too."""
 SELECTIONS = {"topk", "sort", "argsort", "kthvalue", "quantile", "nanquantile", "median"}
 
+ELEMENTWISE = {
+    *("sub", "__sub__", "__rsub__", "rsub", "subtract", "mul", "__mul__", "__rmul__", "multiply"),
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+}
 DIVISIONS = {"div", "truediv", "true_divide", "divide"}
 SUMS = {"add", "radd"}
 SPREADS = {"std", "var", "std_mean", "var_mean"}
@@ -36,6 +40,8 @@ class HalvesMakeAWhole(Law):
         total, count = trial.gradient(), trial.rows
         if count % 2:
             return not_checked("the batch has an odd number of rows")
+        if shapes := _broadcast_targets(trial):
+            return broken(f"{shapes} make a table of {count} x {count} in the loss: each output meets all targets")
         if reason := _is_of_batch(trial):
             return not_checked(reason)
         rows = torch.arange(count)
@@ -61,6 +67,8 @@ def _is_of_batch(trial: Trial) -> str:
     """Return by what the loss depends on the batch as a whole by design, if it does."""
     if trial.compares_rows:
         return "the loss compares the rows of a batch with each other by design"
+    if trial.step.loss not in trial.step.outputs and any(not item.ndim for item in trial.step.outputs.values()):
+        return "the model returns a number of the whole batch, such as how its experts are balanced"
     if _is_ratio(trial):
         return "the loss is a ratio of sums over the batch by design"
     names = {call.name for call in trial.step.calls}
@@ -85,6 +93,26 @@ def _is_ratio(trial: Trial) -> bool:
 def _has_terms(trial: Trial) -> bool:
     """Return whether the loss is a sum of terms, of which each may be a mean over other entries of the batch."""
     return any(not one.ndim and not other.ndim for one, other in _operands(trial, SUMS))
+
+
+def _broadcast_targets(trial: Trial) -> str:
+    """Return the shapes of outputs and targets that a call combines to a table of rows by rows, if one does."""
+    count, found = trial.rows, list[str]()
+    targets = {index for index in trial.layout.layouts if index not in trial.inputs}
+
+    def note(call: RecordedCall, arguments: Any, options: Any) -> None:
+        items = [item for item in trial.step.items_of(call) if isinstance(item, (Value, Constant))]
+        if call.is_pass or len(items) != 2 or call.name not in ELEMENTWISE:
+            return
+        if not any(isinstance(item, Constant) and item.index in targets for item in items):
+            return
+        one, other = (tuple(item.shape) for item in tensors_within((arguments, options)))
+        if {one, other} == {(count, 1), (count,)}:
+            found.append(f"shapes {one} and {other} of outputs and targets")
+
+    with trial.branch(), torch.no_grad():
+        trial.step.replay(outputs=trial.step.outputs, observe=note)
+    return found[0] if found else ""
 
 
 def _operands(trial: Trial, names: set[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -14,6 +14,10 @@ from ..trial import Trial
 
 FACTOR = 1.5
 """The first loss may be this many times that of the best constant prediction; default initialisations reach 1.3."""
+MOST_OFFSET = 2.0
+"""The distance from the best constant output that outputs of a regression soon cover, as to targets between 0 and 1."""
+MOST_WRITES = 20
+"""Changes of a parameter in place by its initialisation."""
 FACTOR_OF_PAIRS = 5.0
 """The factor of a loss that compares rows with each other, whose similarities a small temperature spreads."""
 LEAST_CHANCE = 0.01
@@ -38,7 +42,9 @@ class LossStartsAtChance(Law):
     remedy = "look at initialisation (large logits), at mean and scale of the targets, and at a softmax before the loss"
 
     def __init__(self) -> None:
-        self._is_late = False
+        self._is_late = self._is_of_classes = False
+        self._offset = 0.0
+        """The largest distance of an output from the best constant one."""
 
     def check(self, trial: Trial) -> Outcome:
         """Try it at the first step only."""
@@ -60,7 +66,10 @@ class LossStartsAtChance(Law):
         errors = torch.stack([self._half(trial, seed) for seed in range(8)])
         bar = float(errors.std())
         factor = FACTOR_OF_PAIRS if trial.compares_rows else FACTOR
-        if float(first) > factor * constant + 3 * bar and float(first) > constant + 0.1:
+        if any(item._version > MOST_WRITES for item in trial.model.parameters()):
+            return not_checked("the weights were trained before")
+        is_near = self._offset < MOST_OFFSET and not self._is_of_classes
+        if float(first) > factor * constant + 3 * bar and float(first) > constant + 0.1 and not is_near:
             return broken(
                 f"the loss starts at {float(first):.4g}; a constant prediction has {constant:.4g} ± {bar:.1g}"
             )
@@ -82,9 +91,14 @@ class LossStartsAtChance(Law):
         zeros = self._of_zeros(trial, outputs)
         if constant < (EQUAL if has_different else LEAST_CHANCE) * zeros:
             raise UndecidedError("a constant output is right for all rows")
-        if any(not item.is_floating_point() for item in targets) or "binary_cross_entropy_with_logits" in names:
+        is_binary = "binary_cross_entropy" in names
+        has_classes = (
+            any(not item.is_floating_point() for item in targets) or "binary_cross_entropy_with_logits" in names
+        )
+        self._is_of_classes = has_classes or is_binary or trial.compares_rows
+        if has_classes:
             return max(constant, zeros)  # equal logits: ln C
-        return max(constant, self._of_zeros(trial, outputs, 0.5)) if "binary_cross_entropy" in names else constant
+        return max(constant, self._of_zeros(trial, outputs, 0.5)) if is_binary else constant
 
     def _of_probabilities(self, trial: Trial) -> Outcome | None:
         """Return a violation if a loss gets logits in place of log-probabilities, or probabilities in place of logits.
@@ -165,6 +179,7 @@ class LossStartsAtChance(Law):
 
         with trial.branch(), torch.enable_grad():
             optimizer.step(closure)  # type: ignore[no-untyped-call]
+        self._offset = max(float((outputs[value] - item.detach()).abs().max()) for value, item in constants.items())
         # Without a minimum, as for log-probabilities that are not normalised, the loss falls without end.
         slope = math.hypot(*(float(leaf.grad.norm()) for leaf in leaves if leaf.grad is not None))
         is_bounded = min(losses) > 0 and slope < 0.1 * abs(losses[0])

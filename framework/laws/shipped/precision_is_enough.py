@@ -1,6 +1,7 @@
 """The law that rounding errors of the gradient are below the noise of the batch."""
 
 from copy import deepcopy
+from math import prod
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class PrecisionIsEnough(Law):
         exact = trial.evaluate(doubles, gradients=True, train=False, **options)
         one, other = trial.gradient(), exact.joint_gradient()
         if not one.isfinite().all():
+            if prod(step.factors) > 1 and step.loss_value is not None and step.loss_value.isfinite():
+                return not_checked("the scaled gradients overflow, and the scaler skips the step")
             if other.isfinite().all() and exact.loss.isfinite().all():
                 return broken("loss or gradients are not finite, and finite in float64")
             return not_checked("the loss is not finite in float64 either")

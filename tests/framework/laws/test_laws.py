@@ -127,6 +127,17 @@ class Summed(nn.Module):
         return (10 * self.head(x).to(self.dtype) + 60_000).float() - 60_000
 
 
+class Wave(nn.Module):
+    """A convolution over a series with channels first, padded on both sides or on the left."""
+
+    def __init__(self, *, is_causal: bool) -> None:
+        super().__init__()
+        self.layer, self.is_causal = nn.Conv1d(FEATURES, FEATURES, 3), is_causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(F.pad(x, (2, 0) if self.is_causal else (1, 1)))
+
+
 class Nodes(nn.Module):
     """A layer over nodes, with or without the mean of all nodes."""
 
@@ -229,6 +240,43 @@ def _pooled_nodes(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(torch.zeros(ROWS, CLASSES).index_add(0, rows, model(nodes, edges)), batch["y"])
 
 
+def _next_value(model: nn.Module, batch: Batch) -> Tensor:
+    series = batch["sequence"].transpose(1, 2)
+    return F.mse_loss(model(series[..., :-1]), series[..., 1:])
+
+
+def _table(model: nn.Module, batch: Batch) -> Tensor:
+    return (model(batch["x"])[:, :1] - batch["x"].sum(1)).square().mean()
+
+
+def _survival(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the partial likelihood of rows that are sorted by their times."""
+    risks = model(batch["x"])[:, 0]
+    return -(risks - risks.logcumsumexp(0)).mean()
+
+
+def _distance(model: nn.Module, batch: Batch) -> Tensor:
+    """Return a loss of differences of outputs, in which the bias of the last layer cancels."""
+    return (model(batch["x"]) - model(batch["x"].flip(1))).square().mean()
+
+
+def _between_0_and_1(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch["x"]), 0.5 + 0.03 * batch["x"][:, :CLASSES])
+
+
+def _rare_class(model: nn.Module, batch: Batch) -> Tensor:
+    return F.binary_cross_entropy_with_logits(model(batch["x"]), (batch["x"][:, :CLASSES] > 2).float())
+
+
+RIGHT = [
+    ("order_does_not_matter", _survival),
+    ("every_parameter_learns", _distance),
+    ("loss_starts_at_chance", _between_0_and_1),
+    ("loss_starts_at_chance", _rare_class),
+]
+"""Laws, and losses of right trainings that come close to breaking them."""
+
+
 def _relative(model: nn.Module, batch: Batch) -> Tensor:
     errors = (model(batch["x"])[:, 0] - batch["x"].sum(1)).square()
     return (errors / errors.max()).mean()
@@ -285,6 +333,9 @@ PAIRS = [
          (lambda: Adapted(starts_at_zero=False), _classified())),
     Pair("input_matters", (lambda: Denoiser(uses_time=False), lambda model, batch: model(batch["x"])),
          (lambda: Denoiser(uses_time=True), lambda model, batch: model(batch["x"]))),
+    Pair("future_is_not_seen", (lambda: Wave(is_causal=False), _next_value),
+         (lambda: Wave(is_causal=True), _next_value)),
+    Pair("halves_make_a_whole", (Scaled, _table), (Scaled, _square)),
     Pair("rows_do_not_mix", (lambda: Nodes(mixes=True), _pooled_nodes), (lambda: Nodes(mixes=False), _pooled_nodes)),
     Pair("precision_is_enough", (lambda: Summed(torch.float16), _classified()),
          (lambda: Summed(torch.float32), _classified())),
@@ -301,6 +352,13 @@ def test_law_is_broken_and_holds(pair: Pair) -> None:
         check_training(pair.broken[0](), pair.broken[1], _batch(), laws=[pair.law])
     torch.manual_seed(0)
     check_training(pair.healthy[0](), pair.healthy[1], _batch(), laws=[pair.law])
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(("law", "loss"), RIGHT, ids=[loss.__name__ for _, loss in RIGHT])
+def test_right_losses_break_no_law(law: str, loss: Loss) -> None:
+    torch.manual_seed(0)
+    check_training(Scaled(), loss, _batch(), laws=[law])
 
 
 def test_every_law_without_ranks_has_a_pair() -> None:
