@@ -102,7 +102,10 @@ class HookCalls:
         Without due hooks, return before any setup.
         """
         loop, recorded = self._state.loop, self._hooks.listeners.recorded
-        due_listeners = [item for item in listeners if item.is_always_due or item.is_due(loop.epoch, loop.step)]
+        epoch, step = loop.epoch, loop.step
+        due_listeners = [
+            item for item in listeners if item.is_always_due or (step not in item.idle and item.is_due(epoch, step))
+        ]
         if recorded is not None and recorded in due_listeners:
             due_listeners.remove(recorded)
             self._report_loop_values(recorded)

@@ -391,7 +391,11 @@ class HookSet:
         epoch, step = self._state.loop.epoch, self._state.loop.step
         if not listeners or step < self.listeners.first_due[point]:
             return []
-        due = [item.hook for item in listeners if item.is_always_due or item.is_due(epoch, step)]
+        due = [
+            item.hook
+            for item in listeners
+            if item.is_always_due or (step not in item.idle and item.is_due(epoch, step))
+        ]
         return [*dict.fromkeys(due)]
 
     def memory_of(self, hooks: Iterable[TrainingHook]) -> dict[str, Any]:

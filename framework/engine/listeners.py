@@ -43,6 +43,8 @@ class Listener:
         self._schedule = schedule if skips_steps else None  # None: every step, or a point between steps
         self.is_always_due = self._window == ALWAYS and self._schedule is None
         """Whether :meth:`is_due` need not be called: most hooks fire at every step."""
+        self.idle = range(0)
+        """Steps that are known not to be due: a look-up takes a tenth of the time of a call."""
 
     @property
     def takes_every_step(self) -> bool:
@@ -55,7 +57,12 @@ class Listener:
 
     def is_due(self, epoch: int, step: int) -> bool:
         """Return whether the hook fires at this step of this epoch."""
-        return self.in_window(epoch) and (self._schedule is None or self._schedule.is_due(step))
+        if not self.in_window(epoch):
+            return False
+        if self._schedule is None or self._schedule.is_due(step):
+            return True
+        self.idle = range(step, self._schedule.next_due(step))
+        return False
 
     def start_at(self, epoch: int) -> None:
         """Delay the hook until ``epoch``."""

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
@@ -36,7 +37,7 @@ def is_sharded(tensor: Tensor) -> bool:
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
     """Return whether one of several tensors is a DTensor."""
     dtensor = dtensor_class()
-    return dtensor is not None and any(isinstance(tensor, dtensor) for tensor in tensors)
+    return dtensor is not None and any(map(isinstance, tensors, repeat(dtensor)))
 
 
 def is_partial(tensor: Tensor) -> bool:
