@@ -371,15 +371,17 @@ class DeadCritic(Detector):
         numbers = PolicyNumbers(history)
         curve = numbers.curve("explained_variance")
         later = curve.values[len(curve) // 2 :]
-        # With one update per rollout, at which the new policy is the old one, a critic needs more of them.
+        # With one update per rollout, at which the new policy is the old one, a critic needs more of them; the hook
+        # measures several times in a rollout.
         is_slow = "approx_kl" in numbers and float(np.max(np.abs(numbers.curve("approx_kl").values), initial=0)) < 1e-9
-        least = self.points * (SLOW if is_slow else 1)
+        is_measured = numbers.name("explained_variance") in MEASURED
+        least = self.points * (SLOW if is_slow or is_measured else 1)
         if len(curve) >= least and median_of(later) <= self.share and curve.end_level() <= self.share:
             yield self.finding(
                 "warning",
                 curve.first_step,
                 f"The critic explains nothing: the explained variance of the returns is {curve.end_level():.2g} after "
-                f"{len(curve)} rollouts, so advantages are little more than returns.",
+                f"{len(curve)} {'measurements' if is_measured else 'rollouts'}, so advantages are little more than returns.",
                 "Normalise returns or rewards, raise the coefficient of the value loss, or give the critic "
                 "separate layers.",
                 Evidence(numbers.name("explained_variance"), curve.last, self.share, "0.5 to 1"),

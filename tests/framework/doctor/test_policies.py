@@ -80,6 +80,7 @@ SOUND: dict[str, Course] = {
         "policy_health/target_network_distance": line(0, 0.1), "policy_health/same_rows_fraction": line(0.02, 0.02),
         "policy_health/length_correlation": line(0.3, 0.1, 0.4), "policy_health/approx_kl": line(0, 0),
     },
+    "critic at its start": {"policy_health/explained_variance": line(0, 0, 0.02)},
     "one update per rollout": {
         "rollout/ep_rew_mean": line(20, 25, 2), "train/explained_variance": line(0, 0, 0.02),
         "train/approx_kl": line(0, 0),
