@@ -56,6 +56,11 @@ def compared(history: History, steps: int = 200, checks: int = 3) -> tuple[float
     return median_of((losses / constants)[-checks:]), median_of(losses[-checks:]), median_of(constants)
 
 
+def learns_values(history: History) -> bool:
+    """Return whether the loss compares values with targets of a target network, with which it jumps."""
+    return "policy_health/target_network_age" in history.curves
+
+
 def are_tokens(history: History) -> bool:
     """Return whether the targets are sequences of tokens."""
     return any(len(history.curve(f"{CHECKS}/{name}")) for name in ("padding_fraction", "target_shift"))

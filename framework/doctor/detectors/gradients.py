@@ -10,7 +10,7 @@ from ...errors import listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, Floats, History, median_of
-from ..measures import CHECKS, JUMP, jump_of_gradient
+from ..measures import CHECKS, JUMP, jump_of_gradient, learns_values
 from .parameters import named
 
 EXPERTS = ("expert",)
@@ -609,8 +609,7 @@ class GradientJump(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if gradients are far above the median of the 50 steps before, and do not return to it."""
         norms = history.gradient_norms
-        learns_values = "policy_health/same_rows_fraction" in history.curves  # whose targets jump with their network
-        if not history.is_adam_like or len(norms) < 60 or learns_values:
+        if not history.is_adam_like or len(norms) < 60 or learns_values(history):
             return
         step = jump_step(norms, self.factor)
         if step is None or not _loss_rose(history, step):

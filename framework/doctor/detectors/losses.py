@@ -10,7 +10,7 @@ from ...errors import counted, listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History, median_of
-from ..measures import CHECKS, compared, divided_afterwards, is_minimised
+from ..measures import CHECKS, compared, divided_afterwards, is_minimised, learns_values
 from ..rules import Rule
 from ..stages import Stage
 from .learning_rates import is_warming_up
@@ -936,7 +936,7 @@ class LossSpike(Detector):
             for alert in history.alerts_of("loss_spikes", "loss_deviation", "loss_rise")
             if alert.get("severity", "warning") != "info"
         ]
-        if not alerts:
+        if not alerts or learns_values(history):
             return
         alert = alerts[0]
         rows, step = alert.get("rows") or [], int(alert["step"] or 0)

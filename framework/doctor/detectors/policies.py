@@ -381,7 +381,8 @@ class DeadCritic(Detector):
                 "warning",
                 curve.first_step,
                 f"The critic explains nothing: the explained variance of the returns is {curve.end_level():.2g} after "
-                f"{len(curve)} {'measurements' if is_measured else 'rollouts'}, so advantages are little more than returns.",
+                f"{len(curve)} {'measurements' if is_measured else 'rollouts'}, so advantages are little more than "
+                "returns.",
                 "Normalise returns or rewards, raise the coefficient of the value loss, or give the critic "
                 "separate layers.",
                 Evidence(numbers.name("explained_variance"), curve.last, self.share, "0.5 to 1"),

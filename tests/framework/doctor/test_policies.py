@@ -105,6 +105,18 @@ def test_sound_course_has_no_warning(name: str) -> None:
     assert severe(SOUND[name]) == set()
 
 
+def test_jump_with_target_network_is_no_finding() -> None:
+    """The gradient norm jumps for good where the target network is copied; without one it is a finding."""
+    for course, expected in (({}, {"gradient-jump"}), ({"policy_health/target_network_age": 1.0}, set())):
+        history = History()
+        history.facts["groups"] = [{"optimizer": "Adam"}]
+        for step in range(1, 201):
+            size = 1.0 if step < 100 else 60.0
+            checks = {"training_checks/loss": size, "training_checks/grad_norm": size}
+            history.add(step, {**checks, **course})
+        assert {finding.id for finding in diagnose(history).findings} & {"gradient-jump"} == expected
+
+
 def test_ratio_of_one_is_remark() -> None:
     course = {"rollout/ep_rew_mean": line(20, 80, 2), "train/approx_kl": line(0, 0)}
     assert [item.id for item in diagnose(history_of(course)) if item.severity == "info"] == ["ratio-always-one"]
