@@ -63,6 +63,8 @@ class Trial:
         self.streams = streams
         self.steps, self.model, self.optimizers = list(steps), model, list(optimizers)
         self.branch, self.number, self._earlier = branch, number, earlier
+        self.writes = max((item._version for item in model.parameters()), default=0)
+        """The changes in place of the parameter with most of them, before the tries, which restore parameters."""
         self.clipping: tuple[float, float] | None = None
         """The norm of the gradients of the step before, before and after it was clipped, if the loop clips."""
 

@@ -66,7 +66,7 @@ class LossStartsAtChance(Law):
         errors = torch.stack([self._half(trial, seed) for seed in range(8)])
         bar = float(errors.std())
         factor = FACTOR_OF_PAIRS if trial.compares_rows else FACTOR
-        if any(item._version > MOST_WRITES for item in trial.model.parameters()):
+        if trial.writes > MOST_WRITES:
             return not_checked("the weights were trained before")
         is_near = self._offset < MOST_OFFSET and not self._is_of_classes
         if float(first) > factor * constant + 3 * bar and float(first) > constant + 0.1 and not is_near:

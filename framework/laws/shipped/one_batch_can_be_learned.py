@@ -46,7 +46,7 @@ class OneBatchCanBeLearned(Law):
         sentences = []
         for count, rate in ((FEW, RATES[0]), (MANY, RATES[0]), (MANY, RATES[1])):
             first, last, made = self._train(trial, None, count, rate)
-            if not math.isfinite(first + last) or abs(first) < NEAR * (first - floor):
+            if not math.isfinite(first + last) or abs(first) <= NEAR * (first - floor):
                 return not_checked("the loss is not finite, or starts at 0, such as that of a ratio of policies")
             if made < FEW:
                 return not_checked(f"{made} steps take {SECONDS:.0f} seconds of processor time")
@@ -60,7 +60,8 @@ class OneBatchCanBeLearned(Law):
             if same is None:
                 return holds(f"{first:.4g} → {last:.4g} in {made} steps")
             _, blind, _ = self._train(trial, same, made, rate)
-            is_reached = max(last, blind) - floor < NEAR * (first - floor)  # as by pairs, which equal rows fit, too
+            # As by pairs, which equal rows fit, too.
+            is_reached = max(last, blind) - floor < NEAR * (first - floor)
             if blind - last > MARGIN * abs(first) or is_reached:
                 return holds(f"{first:.4g} → {last:.4g} in {made} steps")
             sentences.append(f"{made} steps reach {last:.4g} with the inputs and {blind:.4g} without them")

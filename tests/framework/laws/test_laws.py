@@ -378,6 +378,15 @@ def test_updates_below_the_precision_of_weights(is_lost: bool) -> None:
         check_training(model, _classified(), _batch(), optimizer=optimizer, laws=["precision_is_enough"])
 
 
+@pytest.mark.longer
+def test_tries_of_other_laws_are_no_training() -> None:
+    """Tries restore the parameters in place, as often as a training changes them."""
+    torch.manual_seed(0)
+    names = ["checkpoint_is_complete", "halves_make_a_whole", "input_matters", "loss_starts_at_chance"]
+    with pytest.raises(AssertionError, match="loss_starts_at_chance"):
+        check_training(Scaled(outputs=300.0), _classified(), _batch(), laws=names)
+
+
 def test_check_leaves_training_as_it_was() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, CLASSES))
