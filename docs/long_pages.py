@@ -116,15 +116,15 @@ def zoo() -> list[str]:
 
 
 def trainers() -> list[str]:
-    """Return the date, the counts, and the number of rows of each kind of training."""
-    text = measured("trainer-matrix")
+    """Return the date, the counts, and the number of rows of each kind of training, of both measurements."""
+    alone, watched = measured("trainer-matrix"), measured("watched-trainings")
+    return [*_trained(alone), "", "Under `loopscope watch`:", "", *_trained(watched)]
+
+
+def _trained(text: str) -> list[str]:
     kinds = Counter(row["configuration"].partition(": ")[0] for row in rows(text))
     named = ", ".join(f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.items() if kind != "Control")
-    lines = [*text.partition("\n|")[0].rstrip().splitlines(), "", f"Trained, with the number of rows: {named}."]
-    watched = measured("watched-trainings")
-    columns = ("configuration", "steps", "recorded up to", "hooks", "result")
-    shown = [[row[column] for column in columns] for row in rows(watched)]
-    return [*lines, "", "Under `loopscope watch`: " + watched.partition("\n|")[0].strip(), "", *table(columns, shown)]
+    return [*text.partition("\n|")[0].rstrip().splitlines(), "", f"Trained, with the number of rows: {named}."]
 
 
 def real_models() -> list[str]:
