@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..doctor.senses import note_environment
 from ..errors import LoopscopeError, UsageError, with_lines
 from ..hooks import StepSchedule
-from ..isolation import VISITS
+from ..isolation import VISITS, is_in_visit
 from ..observing import modules_over, referred_by_callers
 from ..preserved_streams import preserved_streams
 from ..runs import status_of_script
@@ -91,7 +91,9 @@ class WatchedProcess:
         self._excepthook(kind, error, trace)
 
     def wait_for(self, optimizer: Optimizer) -> None:
-        """Attach to the training of an optimizer when it begins."""
+        """Attach to the training of an optimizer when it begins; a hook's own trains nothing that counts."""
+        if is_in_visit():
+            return
         self._waiting.add(optimizer)
         self._created.setdefault(optimizer, self._begun)
         self._unrelated.clear()

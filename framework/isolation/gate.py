@@ -37,6 +37,11 @@ Trainings in several threads share the random generators, the settings and these
 """
 
 
+def is_in_visit() -> bool:
+    """Return whether this thread runs hooks, so that what it does is none of the training."""
+    return bool(VISITS._is_owned())  # type: ignore[attr-defined]
+
+
 @cache
 def is_shipped(kind: type) -> bool:
     """Return whether a class of hooks or sinks is one of loopscope's own."""

@@ -1,7 +1,6 @@
 """The hook that tries the laws of every training at its first steps; registered when it is asked for by name."""
 
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -93,10 +92,7 @@ class Laws(DebugInterventionHook):
         self._moved: set[str] = set()
         self._trainable: set[str] = set()
         self._updates, self._is_judged = 0, False
-        # Lightning divides the last group of an epoch by the number of the others.
-        self._is_waiting_for_group = ADD_UP in self._check and {"lightning", "pytorch_lightning"}.isdisjoint(
-            sys.modules
-        )
+        self._is_waiting_for_group = ADD_UP in self._check
         """Whether no group of another number of micro-batches was seen."""
         self._start: float | None = None
         """The processor time at the first tries."""
@@ -122,6 +118,8 @@ class Laws(DebugInterventionHook):
 
     def taps(self, model: nn.Module) -> Iterable[Tap]:
         """Return the taps that record the steps, and watch the first evaluation."""
+        if any(kind.__name__ == "LightningModule" for kind in type(model).__mro__):
+            self._is_waiting_for_group = False  # Lightning divides the last group of an epoch by the usual number
         return [StepTap(self._recording), StepTap(self._watch, always=True)]
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:

@@ -97,5 +97,5 @@ def test_attach_needs_no_package_of_the_command(tmp_path: Path):
 def test_command_without_its_packages_names_the_remedy(tmp_path: Path):
     done = started_without_command(COMMAND, tmp_path, "ls")
     assert (done.returncode, done.stdout) == (2, "")
-    sentence = r'loopscope: The command needs yaml, which is not installed: pip install "loopscope\[cli\]"\.\n'
+    sentence = r'.*The command needs docstring_parser, which is not installed: pip install "loopscope\[cli\]"\.\n'
     assert re.fullmatch(sentence, done.stderr)

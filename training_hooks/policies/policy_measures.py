@@ -80,7 +80,7 @@ def entropy_of(rows: Tensor) -> Tensor:
     """
     normalised = rows.double().log_softmax(-1)
     chances = normalised.exp()
-    return -(chances * normalised.nan_to_num(neginf=0.0)).sum(-1)
+    return (chances * -normalised.nan_to_num(neginf=0.0)).sum(-1).abs()  # without the sign of −0
 
 
 def explained_variance(values: Regressed) -> Tensor:

@@ -312,7 +312,7 @@ def test_parameters_that_the_step_leaves_are_named(tmp_path: Path) -> None:
 
 
 def test_gradients_without_a_loss_are_measured(tmp_path: Path) -> None:
-    """A loop that computes gradients without a backward pass has no facts about the loss."""
+    """A loop whose gradients come neither from a backward pass nor from a loss has no facts about the loss."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with loopscope.attach(
@@ -320,9 +320,9 @@ def test_gradients_without_a_loss_are_measured(tmp_path: Path) -> None:
     ) as scope:
         for batch in scope.batches(batches(2)):
             parameters = [*model.parameters()]
-            gradients = torch.autograd.grad(mean_loss(model, batch), parameters, allow_unused=True)
+            gradients = torch.autograd.grad(mean_loss(model, batch), parameters, allow_unused=True, create_graph=True)
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+                parameter.grad = gradient if gradient is None else gradient.detach()
             scope.gradients_ready()
             optimizer.step()
     metrics = read(tmp_path / "run")[2]
