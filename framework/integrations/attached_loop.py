@@ -470,6 +470,7 @@ class AttachedLoop:
             },
             "provenance": {**read_provenance(), **self.origin} if self._ranks.is_main else {},
         }
+        fields["compiled"] = options.compiled
         return planned_record(self._hooks, options.on_hook_error, options.audit_hooks, options.reference, **fields)
 
     @property

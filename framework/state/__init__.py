@@ -4,7 +4,7 @@ Its packages contain the random ``generators``, the process-wide ``settings``, t
 containers, and the ``parameter_groups`` of optimizers.
 """
 
-from .compiled_code import Traces, has_compiled_code, uncompiled
+from .compiled_code import has_compiled_code, skips_frames, uncompiled
 from .digest import described
 from .digest import digest as digest_of
 from .generators import RandomStreams, seed_everything
@@ -20,7 +20,7 @@ from .values import Transient
 
 __all__ = [
     "EXTRAS", "NODE_HOOKS", "FullSharding", "InternalFunction", "InternalHook", "LoopState", "ModuleOrGroup", "Part",
-    "RandomStreams", "Structure", "Traces", "TrainingState", "Transient", "Watched", "arrays_of", "copy_of_batch",
+    "RandomStreams", "Structure", "TrainingState", "Transient", "Watched", "arrays_of", "copy_of_batch",
     "described", "differing", "digest_of", "has_compiled_code", "hook_contents", "nested", "optimizers_of",
-    "seed_everything", "tensors_of", "uncompiled", "visited", "without_on_demand",
+    "seed_everything", "skips_frames", "tensors_of", "uncompiled", "visited", "without_on_demand",
 ]

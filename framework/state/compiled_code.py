@@ -1,7 +1,7 @@
-"""Functions of loopscope that code compiled by torch calls, and the traces of such code, without the compiler's import.
+"""Functions of loopscope that code compiled by torch calls, without the compiler's import, which takes seconds.
 
-The compiler, which takes seconds to import, has public functions for both: ``torch.compiler.disable`` and
-``torch.compiler.assume_constant_result``. They set the attributes and the strategy of frames that are set here.
+The compiler has a public function for them, ``torch.compiler.disable``. It sets the attributes and the strategy of
+frames that are set here.
 """
 
 import sys
@@ -38,17 +38,3 @@ def has_compiled_code() -> bool:
     """
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     return compiler is not None and bool(compiler.output_codes.seen_ids)
-
-
-class Traces:
-    """Counts the module hooks of loopscope that the compiler has traced into compiled code, where they do nothing."""
-
-    count = 0
-
-
-def note_trace() -> None:
-    """Count a trace; the compiler calls this function once while it traces, and compiles its result as a constant."""
-    Traces.count += 1
-
-
-note_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]

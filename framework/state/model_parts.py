@@ -23,7 +23,7 @@ from .attributes import (
     space_of,
     tensor_attributes,
 )
-from .compiled_code import note_trace, skips_frames
+from .compiled_code import skips_frames
 from .generators import StreamState
 from .module_group import ModuleOrGroup
 from .node_hooks import NODE_HOOKS, is_recorded, newer_on_nodes
@@ -61,7 +61,7 @@ class InternalFunction(InternalHook):
     def __call__(self, *arguments: Any) -> Any:
         """Call the function; while torch's compiler traces a call, do nothing, so that its graph is unchanged."""
         if torch.compiler.is_dynamo_compiling():
-            return note_trace()
+            return None
         return self._function(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "InternalFunction":

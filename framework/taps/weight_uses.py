@@ -1,6 +1,6 @@
 """Taps on the parts of a weight's gradient: from one module, or from the rest of the model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -27,11 +27,18 @@ def weight_callbacks(on_gradient: OnGradient, is_active: Callable[[], bool]) -> 
     def after(module: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
         start = start_numbers.pop()
         if torch.is_grad_enabled() and is_active():
-            weight: Any = module._parameters["weight"]
-            for node, index in _uses(weight, output, start):
-                node.register_hook(partial(_apply_tap, on_gradient, weight.dtype, index))
+            tap_uses(module._parameters["weight"], output, start, on_gradient)  # type: ignore[arg-type]
 
     return before, after
+
+
+def tap_uses(
+    weight: Tensor, output: object, start: int, on_gradient: OnGradient, excluded: Collection[tuple[Any, int]] = ()
+) -> None:
+    """Tap the gradients that a weight gets from the nodes of an output with numbers from ``start``."""
+    for node, index in weight_uses(weight, output, start):
+        if (node, index) not in excluded:
+            node.register_hook(partial(_apply_tap, on_gradient, weight.dtype, index))
 
 
 def elsewhere_callbacks(
@@ -43,23 +50,19 @@ def elsewhere_callbacks(
     def record_start(start: list[int], module: nn.Module, inputs: tuple[object, ...]) -> None:
         start[0] = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
-    def uses(output: object, start: int) -> list[tuple[Any, int]]:
-        is_tapped = torch.is_grad_enabled() and is_active()
-        return _uses(module._parameters["weight"], output, start) if is_tapped else []  # type: ignore[arg-type]
-
     def after_module(_: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
-        module_uses.update(uses(output, module_start[0]))
+        if torch.is_grad_enabled() and is_active():
+            module_uses.update(weight_uses(module._parameters["weight"], output, module_start[0]))  # type: ignore[arg-type]
 
     def after_model(_: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
-        for node, index in uses(output, model_start[0]):
-            if (node, index) not in module_uses:
-                node.register_hook(partial(_apply_tap, on_gradient, module.get_parameter("weight").dtype, index))
+        if torch.is_grad_enabled() and is_active():
+            tap_uses(module._parameters["weight"], output, model_start[0], on_gradient, module_uses)  # type: ignore[arg-type]
         module_uses.clear()
 
     return (partial(record_start, module_start), after_module), (partial(record_start, model_start), after_model)
 
 
-def _uses(weight: Tensor, output: object, start: int) -> list[tuple[Any, int]]:
+def weight_uses(weight: Tensor, output: object, start: int) -> list[tuple[Any, int]]:
     """Return the nodes with numbers from ``start`` that send gradients to a leaf, each with the index of that gradient.
 
     A node that casts the leaf counts as the leaf: under autocast, other modules may use the same cast.
@@ -80,8 +83,11 @@ def _uses(weight: Tensor, output: object, start: int) -> list[tuple[Any, int]]:
 
 
 def _is_leaf(node: Any, weight: Tensor) -> bool:
-    # AccumulateGrad is the node that adds gradients to a leaf, and its `variable` is the leaf itself.
-    return node is not None and node.name() == "torch::autograd::AccumulateGrad" and node.variable is weight
+    # AccumulateGrad is the node that adds gradients to a leaf, and its `variable` is the leaf itself. While
+    # AOTAutograd records a graph, parameters are no leaves.
+    if node is None or node is weight.grad_fn:
+        return node is not None
+    return bool(node.name() == "torch::autograd::AccumulateGrad" and node.variable is weight)
 
 
 def _is_cast(node: Any, weight: Tensor) -> bool:
