@@ -81,7 +81,8 @@ class RewardsWithoutSpread(Detector):
             return
         is_from_start = median_of(shares) >= self.share
         reward = numbers.curve("reward")
-        since = int(steps[0]) if is_from_start else int(steps[_start_of_streak(shares >= self.share)])
+        # The first report is that of the steps before it.
+        since = 1 if is_from_start else int(steps[_start_of_streak(shares >= self.share)])
         average = f" ({reward.last:.3g} on average)" if len(reward) else ""
         has_learned = not is_from_start and reward.end_level() > reward.start_level()
         yield self.finding(

@@ -129,6 +129,15 @@ def test_equal_rewards_explain_missing_gradients() -> None:
     assert next(iter(diagnose(history))).id == "rewards-without-spread"
 
 
+def test_equal_rewards_explain_gradients_of_zero() -> None:
+    """Gradients are 0 from step 1 on, and the trainer reports from step 2 on."""
+    history = History()
+    for step in range(1, 41):
+        reported = {"reported/reward": 0.0, "reported/frac_reward_zero_std": 1.0} if step > 1 else {}
+        history.add(step, {"training_checks/loss": 0.0, "training_checks/grad_norm": 0.0, **reported})
+    assert [finding.id for finding in diagnose(history)][:2] == ["rewards-without-spread", "gradients-all-zero"]
+
+
 @pytest.mark.parametrize(
     ("name", "common"),
     [
