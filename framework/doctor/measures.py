@@ -57,7 +57,7 @@ def compared(history: History, steps: int = 200, checks: int = 3) -> tuple[float
 
 
 def learns_values(history: History) -> bool:
-    """Return whether the loss compares values with targets of a target network, with which it jumps."""
+    """Return whether the loss compares values with targets of a target network, with which it jumps and grows."""
     return "policy_health/target_network_age" in history.curves
 
 

@@ -9,7 +9,7 @@ from ...errors import listed
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
-from ..measures import target_sizes
+from ..measures import learns_values, target_sizes
 from ..rules import Rule, count
 from .gradients import are_experts, never_trained
 
@@ -97,6 +97,8 @@ class ActivationsGrow(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if a block's root mean square has grown by a factor and the loss does not fall."""
+        if learns_values(history):  # which grow to the size of the returns, with their targets
+            return
         sizes = target_sizes(history)
         wanted = 2 * float(sizes[-1]) if len(sizes) else 0.0  # the size of outputs that fit the targets of a regression
         for name, curve in history.family("activations/rms").items():

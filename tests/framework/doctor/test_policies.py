@@ -117,6 +117,15 @@ def test_jump_with_target_network_is_no_finding() -> None:
         assert {finding.id for finding in diagnose(history).findings} & {"gradient-jump"} == expected
 
 
+def test_values_that_grow_are_no_finding() -> None:
+    """The output of a critic grows to the size of the returns; that of another model is a finding."""
+    for course, expected in (({}, {"activations-grow"}), ({"policy_health/target_network_age": 1.0}, set())):
+        history = History()
+        for step in range(1, 401):
+            history.add(step, {"training_checks/loss": 1.0, "activations/rms/last": 0.1 + step / 10, **course})
+        assert {finding.id for finding in diagnose(history)} & {"activations-grow"} == expected
+
+
 def test_ratio_of_one_is_remark() -> None:
     course = {"rollout/ep_rew_mean": line(20, 80, 2), "train/approx_kl": line(0, 0)}
     assert [item.id for item in diagnose(history_of(course)) if item.severity == "info"] == ["ratio-always-one"]
