@@ -12,7 +12,7 @@ from .diagnosis_text import Diagnosis
 from .findings import Finding, ranked, with_causes
 from .history import History
 from .measures import CHECKS, LEARNED, learned_share
-from .policy_numbers import course_of
+from .policy_numbers import PolicyNumbers, course_of, rise_of
 
 THINNING = "budget/thinning"
 """The family of metrics with the factor by which a budget has thinned the schedule of each hook."""
@@ -57,7 +57,15 @@ def has_failed(reason: str) -> bool:
 
 
 def lowered(finding: Finding, history: History) -> Finding:
-    """Return a finding about harm to a training: a remark if its loss has fallen far, no critical one if by half."""
+    """Return a finding about harm to a training: a remark if its loss has fallen far, no critical one if by half.
+
+    The loss of a policy does not show what it has learned; its reward does.
+    """
+    reward = PolicyNumbers(history).curve("reward")
+    if finding.severity != "info" and rise_of(reward) > 0:
+        return replace(
+            finding, severity="info", why=f"{finding.why} The reward has since risen, to {reward.end_level():.3g}."
+        )
     fall = learned_share(history)
     since = f" The loss has since fallen, to {history.loss.end_level():.3g}."
     if finding.severity != "info" and fall > LEARNED:

@@ -3,12 +3,17 @@
 The record keeps the names of the trainers; detectors and pages read them by this table.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from .history import EMPTY, Curve, History
+import numpy as np
 
+from .history import EMPTY, Curve, History, median_of
+
+FEWEST = 10
+"""Points of a curve from which on its course is judged."""
 ORIGIN = "reported/"
 """The origin of reported numbers in the record."""
 HEALTH = "policy_health"
@@ -123,3 +128,17 @@ def course_of(history: History) -> dict[str, dict[str, object]]:
             levels = {"start": sign * curve.start_level(), "end": sign * curve.end_level()}
             found[common.removeprefix("negative_")] = {"metric": numbers.name(common), **levels}
     return found
+
+
+def noise_of(curve: Curve) -> float:
+    """Return the usual distance of two neighbouring points, as a standard deviation of the level."""
+    steps = np.abs(np.diff(curve.values))
+    width = max(5, len(curve) // 10)
+    return median_of(steps) / 0.954 / math.sqrt(width) if len(steps) else math.nan
+
+
+def rise_of(curve: Curve) -> float:
+    """Return by how much a curve has risen beyond three times its noise; negative if it has not."""
+    if len(curve) < FEWEST:
+        return math.nan
+    return curve.end_level() - curve.start_level() - 3 * noise_of(curve)

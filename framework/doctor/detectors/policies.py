@@ -3,7 +3,6 @@
 Levels are compared with those at the start of the same run: the median of the first five points, and of the last tenth.
 """
 
-import math
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -12,12 +11,10 @@ import numpy as np
 from ..detector import Detector, DetectorRegistry, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, Floats, History, median_of
-from ..policy_numbers import HEALTH, LENGTHS_OF_EPISODES, MEASURED, PolicyNumbers
+from ..policy_numbers import FEWEST, HEALTH, LENGTHS_OF_EPISODES, MEASURED, PolicyNumbers, noise_of, rise_of
 
 SLOW = 10
 """Times as many rollouts for a critic that is updated once for each."""
-FEWEST = 10
-"""Points of a curve from which on its course is judged."""
 
 
 class _HighLevel(Detector):
@@ -175,7 +172,9 @@ class EntropyCollapse(Detector):
         if not (start > 0 and 0 <= end < self.share * start):
             return
         reward = numbers.curve("reward")
-        is_solved = _rise(reward) > 0 and reward.end_level() >= float(np.max(_smooth(reward.values))) - _noise(reward)
+        is_solved = rise_of(reward) > 0 and reward.end_level() >= float(np.max(_smooth(reward.values))) - noise_of(
+            reward
+        )
         yield self.finding(
             "info" if is_solved else "warning",
             int(curve.steps[_start_of_streak(entropy < self.share * start)]),
@@ -292,7 +291,7 @@ class RewardIsLength(Detector):
             return
         correlation = _correlation(reward.values, length.values)
         has_grown = length.end_level() > self.growth * length.start_level()
-        if correlation > self.correlation and has_grown and _rise(reward) > 0:
+        if correlation > self.correlation and has_grown and rise_of(reward) > 0:
             yield self.finding(
                 "warning",
                 reward.first_step,
@@ -331,7 +330,7 @@ class CompletionsTruncated(Detector):
         curve = numbers.curve("truncated")
         if len(curve) < FEWEST or not curve.end_level() >= self.share:
             return
-        start, rise = curve.start_level(), _rise(numbers.curve("reward"))
+        start, rise = curve.start_level(), rise_of(numbers.curve("reward"))
         has_risen = start < self.share
         hacking = " while the reward rises, which is a sign of reward hacking" if has_risen and rise > 0 else ""
         yield self.finding(
@@ -418,7 +417,7 @@ class RewardFalls(Detector):
         is_gradient = any(name in numbers for name in ("entropy", "negative_entropy", "approx_kl", "clip_fraction"))
         if not is_gradient or len(reward) < FEWEST:
             return
-        smooth, noise = _smooth(reward.values), _noise(reward)
+        smooth, noise = _smooth(reward.values), noise_of(reward)
         start, end = reward.start_level(), reward.end_level()
         if end < start - self.fall * noise and end <= float(np.min(smooth)) + noise and noise > 0:
             yield self.finding(
@@ -508,20 +507,6 @@ def _smooth(values: Floats) -> Floats:
     """Return means over windows of a tenth of the points, at least five."""
     width = min(len(values), max(5, len(values) // 10))
     return np.convolve(values, np.ones(width) / width, "valid") if width else values
-
-
-def _noise(curve: Curve) -> float:
-    """Return the usual distance of two neighbouring points, as a standard deviation of the level."""
-    steps = np.abs(np.diff(curve.values))
-    width = max(5, len(curve) // 10)
-    return median_of(steps) / 0.954 / math.sqrt(width) if len(steps) else math.nan
-
-
-def _rise(curve: Curve) -> float:
-    """Return by how much a curve has risen beyond three times its noise; negative if it has not."""
-    if len(curve) < FEWEST:
-        return math.nan
-    return curve.end_level() - curve.start_level() - 3 * _noise(curve)
 
 
 def _correlation(one: Floats, other: Floats) -> float:

@@ -117,6 +117,18 @@ def test_jump_with_target_network_is_no_finding() -> None:
         assert {finding.id for finding in diagnose(history).findings} & {"gradient-jump"} == expected
 
 
+def test_large_first_updates_are_remark_if_reward_rises() -> None:
+    """The loss of a policy grows with its returns."""
+    for rises, severity in ((True, "info"), (False, "critical")):
+        history = History()
+        for step in range(1, 41):
+            checks = {"loss": 10.0 + 10 * step, "update_ratio": 0.6, "update_ratio_median": 0.6}
+            reward = {"reported/reward": 10.0 * step if rises else 10.0}
+            history.add(step, {f"training_checks/{name}": value for name, value in checks.items()} | reward)
+        found = {finding.id: finding.severity for finding in diagnose(history)}
+        assert found["learning-rate-too-high"] == severity
+
+
 def test_values_that_grow_are_no_finding() -> None:
     """The output of a critic grows to the size of the returns; that of another model is a finding."""
     for course, expected in (({}, {"activations-grow"}), ({"policy_health/target_network_age": 1.0}, set())):
