@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -103,7 +104,7 @@ class Question:
     @classmethod
     def of(cls, given: argparse.Namespace) -> "Question":
         """Return the question of a command line, with its share of the error of a ledger."""
-        key = {name: getattr(given, name) for name in ("sides", "git", "metric", "within")}
+        key = {name: getattr(given, name) for name in ("sides", "git", "metric", "within", "higher")}
         alpha = ALPHA if given.ledger is None else _share(_number(Path(given.ledger), key))
         return cls(key, given.metric, given.within, alpha, higher=given.higher)
 
@@ -231,15 +232,19 @@ class _Side:
     folder: Path
 
     def run(self, out: Path, seed: int, *, again: bool = False) -> Values:
-        """Run the command with a seed that no earlier call has had; return the final values of its metrics.
+        """Run the command with a number added to its seeds, and return the final values of its metrics.
 
         Raises:
             UsageError: if the command fails, or trains nothing.
         """
+        from ..runs import CONFIG
+
         folder = out / f"{self.name}_{seed}{'_again' if again else ''}"
         options = {"with_hooks": "none", "display": "none", "out": str(folder), "overwrite": True}
         environment = {**os.environ, **watched_environment(self.command, options, seed)}
         out.mkdir(parents=True, exist_ok=True)
+        if (folder / CONFIG).is_file():  # of an earlier question, whose values must not count for this one
+            shutil.rmtree(folder)
         log = folder.with_suffix(".txt")
         with log.open("w") as output:
             status = subprocess.run(

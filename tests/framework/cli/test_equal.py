@@ -139,6 +139,9 @@ def test_commands_run_in_pairs_with_equal_seeds(
     assert main(["equal", f"{command} 0.1", f"{command} 0.001"]) == 1
     assert main(["equal", f"{command} 0.1", f"{command} much"]) == 2
     assert "train.py much ended with status 1; its output is in" in capfd.readouterr().err
+    Path("idle.py").write_text("")
+    assert main(["equal", f"{sys.executable} idle.py", f"{command} 0.1"]) == 2  # in spite of the earlier runs
+    assert "has made no step of an optimizer of torch" in capfd.readouterr().err
 
 
 @pytest.mark.slow
