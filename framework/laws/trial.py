@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 from ..state import RandomStreams
 from ..tensors import trainable
+from .bundles import Bundles
+from .equal_noise import EqualNoise
 from .recorded_step import Constant, RecordedStep
 from .rows import RowLayout, Rows, UndecidedError
 from .values import leaves_by_name
@@ -67,6 +69,8 @@ class Trial:
         """The changes in place of the parameter with most of them, before the tries, which restore parameters."""
         self.clipping: tuple[float, float] | None = None
         """The norm of the gradients of the step before, before and after it was clipped, if the loop clips."""
+        self.fixed_divisors: list[float] = []
+        """Multiples of the number of rows by which the script divides a loss that is a sum over rows."""
 
     @property
     def _precision(self) -> torch.dtype | None:
@@ -150,26 +154,6 @@ class Trial:
         """Return the inputs alone with the rows in another order."""
         return {index: value for index, value in self.with_rows(order).items() if index in self.inputs}
 
-    def joined(self, steps: Sequence[RecordedStep]) -> dict[int, Tensor]:
-        """Return the constants of the first micro-batch with the rows of all ``steps``, one after the other.
-
-        Raises:
-            UndecidedError: the micro-batches do not have the same calls and shapes.
-        """
-        counts = {len(step.constants) for step in steps} | {len(self.step.constants)}
-        calls = {tuple(getattr(call.function, "__name__", "") for call in step.calls) for step in steps}
-        if len(counts) > 1 or len(calls) > 1:
-            raise UndecidedError("the micro-batches have different calls")
-        changed = {}
-        for index, layout in self.layout.layouts.items():
-            if layout is not RowLayout.FIRST and layout is not RowLayout.FLAT:
-                raise UndecidedError("the rows of the micro-batches cannot be joined")
-            parts = [step.constants[index] for step in steps]
-            if len({part.shape[1:] for part in parts}) > 1:
-                raise UndecidedError("the micro-batches have different lengths")
-            changed[index] = torch.cat(parts)
-        return changed
-
     def evaluate(
         self,
         constants: Mapping[int, Tensor] | None = None,
@@ -193,10 +177,13 @@ class Trial:
             needs_loss: ``False`` for outputs alone.
             train: ``False`` sets all modules to eval mode, so that dropout and batch statistics are off.
             owner: the module with the parameters of the gradients, by default the model.
-            mode: a mode of torch that is active in the passes and calls.
+            mode: a mode of torch that is active in the passes and calls; by default, gradients in eval mode have the
+                same random numbers in all rows.
             options: further arguments of :meth:`.RecordedStep.replay`.
         """
         step = step or self.step
+        if gradients and not train and mode is None:
+            mode = self.equal_noise
         with self.branch():
             if move is not None:
                 move_weights(self.model, move, self._precision)
@@ -280,6 +267,30 @@ class Trial:
         if self._gradient.draws:
             raise UndecidedError("the step draws random numbers by position, also in eval mode")
         return self._gradient.joint_gradient()
+
+    @cached_property
+    def equal_noise(self) -> EqualNoise:
+        """The mode of torch in which all rows have the same random numbers."""
+        try:
+            return EqualNoise(self.streams, self.layout.dimension)
+        except UndecidedError:
+            return EqualNoise(self.streams)
+
+    @cached_property
+    def bundles(self) -> Bundles:
+        """The rows that belong together: the gradient is the same in another order of these bundles.
+
+        They are single rows if any order gives the same gradient, or none of those that were tried.
+        """
+        single = Bundles.of_single_rows(self.rows)
+        return next((item for item in (single, *Bundles.candidates(self.rows)) if not self.depends_on(item)), single)
+
+    def depends_on(self, bundles: Bundles) -> float:
+        """Return how much another order of bundles changes the gradient; 0.0 if rounding explains it."""
+        order = torch.randperm(len(bundles), generator=torch.Generator().manual_seed(0))
+        other = self.evaluate(self.with_rows(bundles.rows(order)), gradients=True, train=False).joint_gradient()
+        difference = distance(other, self.gradient())
+        return 0.0 if self.is_noise(difference) else difference
 
     @cached_property
     def _gradient(self) -> Evaluation:

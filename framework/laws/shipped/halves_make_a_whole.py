@@ -1,12 +1,15 @@
 """The law that the gradient of a batch is the weighted mean of the gradients of its halves."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import listed
 from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
 from ..recorded_step import Constant, RecordedCall, Value
+from ..sorted_rows import adds_sorted_rows
 from ..trial import Trial, distance
 from ..values import tensors_within
 
@@ -19,6 +22,7 @@ ELEMENTWISE = {
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
 }
 DIVISIONS = {"div", "truediv", "true_divide", "divide"}
+SCALINGS = DIVISIONS | {"mul", "rmul", "multiply"}
 SUMS = {"add", "radd"}
 SPREADS = {"std", "var", "std_mean", "var_mean"}
 """Functions that normalise data, such as the advantages of a policy gradient."""
@@ -38,15 +42,21 @@ class HalvesMakeAWhole(Law):
     def check(self, trial: Trial) -> Outcome:
         """Fit the share of the first half, and compare what remains with the noise of rounding."""
         total, count = trial.gradient(), trial.rows
-        if count % 2:
-            return not_checked("the batch has an odd number of rows")
         if shapes := _broadcast_targets(trial):
             return broken(f"{shapes} make a table of {count} x {count} in the loss: each output meets all targets")
+        if trial.compares_rows:
+            return not_checked("the loss compares the rows of a batch with each other by design")
+        if len(trial.bundles) % 2:
+            return not_checked("the batch has an odd number of rows")
+        whole = torch.arange(len(trial.bundles))
+        halves = whole[: len(whole) // 2], whole[len(whole) // 2 :]
         if reason := _is_of_batch(trial):
             return not_checked(reason)
-        rows = torch.arange(count)
-        first, second = rows[: count // 2].repeat(2), rows[count // 2 :].repeat(2)
-        one, other = (self._gradient(trial, order) for order in (first, second))
+        one, other = self._gradients(trial, halves, 2)
+        if outcome := self._of_scales(trial, halves, [one, other]):
+            return outcome
+        if trial.derivation and _has_terms(trial):
+            return not_checked("the loss is a sum of terms, each perhaps a mean over other entries of the batch")
         difference = one - other
         share = float((total - other) @ difference / (difference @ difference).clamp(min=1e-300))
         remaining = distance(total, share * one + (1 - share) * other)
@@ -55,6 +65,42 @@ class HalvesMakeAWhole(Law):
             return broken(f"no mean of the halves' gradients gives that of the batch: {part:.1%} of it remain")
         named = "apart from batch normalisation" if trial.normalisations() else ""
         return holds(named)
+
+    def _gradients(self, trial: Trial, halves: Sequence[Tensor], times: int) -> list[Tensor]:
+        """Return the gradient of each half of the batch, with its rows some times."""
+        return [self._gradient(trial, trial.bundles.rows(half.repeat(times))) for half in halves]
+
+    def _of_scales(self, trial: Trial, halves: Sequence[Tensor], twice: Sequence[Tensor]) -> Outcome | None:
+        """Return a violation if the loss adds a sum over rows to a mean over rows, so that their ratio is the batch's.
+
+        With its rows n times, the gradient of a half is m + n·s, where m is that of means and s that of sums. The m of
+        both halves are equal if they do not depend on the rows, such as those of a penalty on weights.
+        """
+        try:
+            once, often = (self._gradients(trial, halves, times) for times in (1, 4))
+        except (RuntimeError, ValueError, IndexError):  # of numbers of rows in the script
+            return None
+        size = float(trial.gradient().norm())
+        sums = [two - one for one, two in zip(once, twice, strict=True)]
+        means = [2 * one - two for one, two in zip(once, twice, strict=True)]
+        curvature = [four - two - 2 * part for two, four, part in zip(twice, often, sums, strict=True)]
+
+        def is_nothing(vector: Tensor) -> bool:
+            norm = float(vector.norm())
+            return trial.is_noise(norm, gradients=8) or norm <= LEAST_PART * size
+
+        if not all(map(is_nothing, curvature)) or all(map(is_nothing, sums)):
+            return None
+        if is_nothing(means[0] - means[1]):
+            trial.fixed_divisors = _divisors(trial, trial.rows)
+            return None
+        if _divisors(trial, trial.rows // trial.bundles.members) or _counts(trial):
+            return None
+        part = float(sums[0].norm() / once[0].norm())
+        return broken(
+            f"the loss adds sums over rows to means over rows: with each row twice, {part:.1%} of the gradient grow "
+            "twofold, and the rest remains"
+        )
 
     def _gradient(self, trial: Trial, order: torch.Tensor) -> torch.Tensor:
         constants = trial.with_rows(order)
@@ -65,21 +111,45 @@ class HalvesMakeAWhole(Law):
 
 def _is_of_batch(trial: Trial) -> str:
     """Return by what the loss depends on the batch as a whole by design, if it does."""
-    if trial.compares_rows:
-        return "the loss compares the rows of a batch with each other by design"
     if trial.step.loss not in trial.step.outputs and any(not item.ndim for item in trial.step.outputs.values()):
         return "the model returns a number of the whole batch, such as how its experts are balanced"
+    if name := adds_sorted_rows(trial):
+        return f"the loss adds up sorted rows in their order by design ({name})"
     if _is_ratio(trial):
         return "the loss is a ratio of sums over the batch by design"
     names = {call.name for call in trial.step.calls}
     if chosen := sorted(names & SELECTIONS):
         return f"the loss selects rows or terms by design ({listed(chosen, 3)})"
-    if trial.derivation and _has_terms(trial):
-        return "the loss is a sum of terms, each perhaps a mean over other entries of the batch"
     derived = {call.name for call in trial.step.derivations} if trial.derivation else set()
     if chosen := sorted(derived & (SELECTIONS | SPREADS)):
         return f"the loss normalises or selects data of the batch by design ({listed(chosen, 3)})"
     return ""
+
+
+def _divisors(trial: Trial, rows: int) -> list[float]:
+    """Return the numbers by which the script divides in the loss, if they are multiples of the number of rows."""
+    numbers = [number for _, number in _scalings(trial)]
+    counts = [round(one) for number in numbers for one in (number, 1 / number) if abs(one) > 1]
+    return [float(item) for item in counts if item % rows == 0]
+
+
+def _counts(trial: Trial) -> bool:
+    """Return whether the script divides by a whole number, which may count something in the batch, such as boxes."""
+    return any(name in DIVISIONS and number > 2 and number == int(number) for name, number in _scalings(trial))
+
+
+def _scalings(trial: Trial) -> list[tuple[str, float]]:
+    """Return the functions that multiply or divide by a number, with the number."""
+    found = []
+    for call in trial.step.calls:
+        if call.is_pass or (name := call.name.strip("_i")) not in SCALINGS:
+            continue
+        for item in trial.step.items_of(call):
+            value = trial.step.constants[item.index] if isinstance(item, Constant) else item
+            is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim)
+            if is_number and float(value):
+                found.append((name, float(value)))
+    return found
 
 
 def _is_ratio(trial: Trial) -> bool:

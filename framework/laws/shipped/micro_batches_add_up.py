@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..joined_batches import JoinedBatches
 from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
 from ..recorded_step import RecordedStep
 from ..trial import TIMES_NOISE, Trial, distance
@@ -33,12 +34,18 @@ class MicroBatchesAddUp(Law):
         if lost := _lost(trial):
             return broken(f"the update has the gradient of the last {lost} of {len(steps)} micro-batches")
         one, noise = trial.gradient(), trial.gradient_noise
-        twice = self._gradient(trial, trial.joined([steps[0], steps[0]]))
+        batches = JoinedBatches(trial)
+        twice = self._gradient(trial, batches.joined([0, 0]))
         factors = [factor for factor in (1, 2) if distance(twice, factor * one) <= factor * TIMES_NOISE * noise]
         if not factors:
             return not_checked("the loss cannot be computed for more rows")
+        shortest = batches.shortest
+        if shortest is not None:
+            bare, padded = (self._gradient(trial, batches.joined([shortest], is_full=item)) for item in (False, True))
+            if not trial.is_noise(distance(bare, padded)):
+                return not_checked("the micro-batches have different lengths, and padding changes the gradient")
         total = sum_of(trial, steps, train=False)
-        joint = self._gradient(trial, trial.joined(steps))
+        joint = self._gradient(trial, batches.joined(range(len(steps))))
         factor = float(total @ joint / (joint @ joint).clamp(min=1e-300))
         remaining, size = distance(total, factor * joint), float(total.norm())
         if _are_of_different_losses(steps):

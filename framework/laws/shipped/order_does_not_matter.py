@@ -1,15 +1,13 @@
 """The law that a batch has the same gradient in any order of its rows."""
 
-import torch
-
+from ..bundles import Bundles
 from ..groups import Groups
 from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
 from ..rows import UndecidedError
-from ..trial import TIMES_NOISE, Trial, distance
+from ..sorted_rows import adds_sorted_rows
+from ..trial import TIMES_NOISE, Trial
 
 LEAST_ROWS = 3
-RUNNING = {"cumsum", "logcumsumexp", "cumprod", "cummax", "cummin"}
-"""Functions of losses over sorted rows, such as the partial likelihood of survival times."""
 PARTS = 24
 """Connected parts of a batch of graphs that are changed, the largest first."""
 
@@ -31,13 +29,15 @@ class OrderDoesNotMatter(Law):
         whole = trial.gradient()
         if not whole.isfinite().all():
             return not_checked("the gradient is not finite")
-        order = torch.randperm(trial.rows, generator=torch.Generator().manual_seed(0))
-        other = trial.evaluate(trial.with_rows(order), gradients=True, train=False).joint_gradient()
-        difference = distance(other, whole)
-        if trial.is_noise(difference):
+        difference = trial.depends_on(Bundles.of_single_rows(trial.rows))
+        if not difference:
             return holds()
-        if names := sorted({call.name for call in trial.step.calls} & RUNNING):
-            return not_checked(f"the loss adds up rows in their order by design ({names[0]})")
+        if trial.bundles.members > 1:
+            return holds(f"for bundles of {trial.bundles.members} rows that belong together")
+        if trial.compares_rows:
+            return not_checked("the loss compares the rows of a batch with each other by design")
+        if name := adds_sorted_rows(trial):
+            return not_checked(f"the loss adds up sorted rows in their order by design ({name})")
         size = float(whole.norm())
         noise = trial.gradient_noise / size
         return broken(f"another order changes the gradient by {difference / size:.2%}, rounding by {noise:.0e}")

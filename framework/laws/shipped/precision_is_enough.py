@@ -1,5 +1,7 @@
 """The law that rounding errors of the gradient are below the noise of the batch."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from math import prod
 from typing import Any
@@ -42,7 +44,7 @@ class PrecisionIsEnough(Law):
             for index, tensor in enumerate(step.constants)
             if tensor.is_floating_point()
         }
-        options: dict[str, Any] = {"modules": pairs, "autocast": False, "owner": wide, "mode": WideCalls()}
+        options: dict[str, Any] = {"modules": pairs, "autocast": False, "owner": wide, "mode": _wide_calls(trial)}
         exact = trial.evaluate(doubles, gradients=True, train=False, **options)
         one, other = trial.gradient(), exact.joint_gradient()
         if not one.isfinite().all():
@@ -66,6 +68,13 @@ class PrecisionIsEnough(Law):
         if error > noise and error > 1e-3 * size:
             return broken(f"the gradient is {error / max(size, 1e-300):.1%} off that of float64")
         return holds(f"the gradient's error is {error / max(size, 1e-300):.1e}")
+
+
+@contextmanager
+def _wide_calls(trial: Trial) -> Iterator[None]:
+    """Compute in float64, with the same random numbers as :meth:`.Trial.gradient`."""
+    with WideCalls(), trial.equal_noise:
+        yield
 
 
 class WideCalls(TorchFunctionMode):

@@ -214,6 +214,14 @@ class Scaled(nn.Module):
         return self.head((x * self.scales[0]).to(self.head.weight.dtype)).float() * self.scales[1]
 
 
+class Variational(Scaled):
+    """A layer whose outputs get noise, also in eval mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = super().forward(x)
+        return outputs + 0.1 * torch.randn_like(outputs)
+
+
 def _classified(name: str = "x") -> Loss:
     return lambda model, batch: F.cross_entropy(model(batch[name]), batch["y"])
 
@@ -255,6 +263,27 @@ def _survival(model: nn.Module, batch: Batch) -> Tensor:
     return -(risks - risks.logcumsumexp(0)).mean()
 
 
+def _two_views(model: nn.Module, batch: Batch) -> Tensor:
+    """Return a loss of pairs of rows: the views of one picture are in the two halves of the batch."""
+    first, second = model(torch.cat([batch["x"], batch["x"].flip(1)])).chunk(2)
+    return (first - second).square().mean() + first.square().mean()
+
+
+def _bound(model: nn.Module, batch: Batch) -> Tensor:
+    """Return an error of outputs, and a divergence that is divided by the rows of the batch."""
+    outputs = model(batch["x"])
+    return F.mse_loss(outputs[:, 0], batch["x"].sum(1)) + outputs.square().sum() / len(outputs)
+
+
+def _summed_bound(model: nn.Module, batch: Batch) -> Tensor:
+    outputs = model(batch["x"])
+    return F.mse_loss(outputs[:, 0], batch["x"].sum(1)) + outputs.square().sum()
+
+
+def _running_sum(model: nn.Module, batch: Batch) -> Tensor:
+    return (model(batch["x"]).cumsum(0) - batch["x"][:, :CLASSES]).square().mean()
+
+
 def _distance(model: nn.Module, batch: Batch) -> Tensor:
     """Return a loss of differences of outputs, in which the bias of the last layer cancels."""
     return (model(batch["x"]) - model(batch["x"].flip(1))).square().mean()
@@ -270,6 +299,9 @@ def _rare_class(model: nn.Module, batch: Batch) -> Tensor:
 
 RIGHT = [
     ("order_does_not_matter", _survival),
+    ("halves_make_a_whole", _survival),
+    ("order_does_not_matter", _two_views),
+    ("halves_make_a_whole", _two_views),
     ("every_parameter_learns", _distance),
     ("loss_starts_at_chance", _between_0_and_1),
     ("loss_starts_at_chance", _rare_class),
@@ -336,6 +368,8 @@ PAIRS = [
     Pair("future_is_not_seen", (lambda: Wave(is_causal=False), _next_value),
          (lambda: Wave(is_causal=True), _next_value)),
     Pair("halves_make_a_whole", (Scaled, _table), (Scaled, _square)),
+    Pair("halves_make_a_whole", (Variational, _summed_bound), (Variational, _bound)),
+    Pair("order_does_not_matter", (Scaled, _running_sum), (Scaled, _survival)),
     Pair("rows_do_not_mix", (lambda: Nodes(mixes=True), _pooled_nodes), (lambda: Nodes(mixes=False), _pooled_nodes)),
     Pair("precision_is_enough", (lambda: Summed(torch.float16), _classified()),
          (lambda: Summed(torch.float32), _classified())),

@@ -82,9 +82,38 @@ def epochs(*counts: int) -> Loop:
     return loop
 
 
-def check(loop: Loop, folder: Path) -> tuple[str, str]:
+class Tokens(nn.Module):
+    """Scores of the next token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens))
+
+
+def texts(*, divides_once: bool) -> Loop:
+    """Return a loop over micro-batches of texts, each padded to its own length, whose tokens count alike or not."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        lengths = [torch.tensor([3, 4, 5, 5 + extra, 3, 2]) for extra in (1, 4, 8)]
+        micro_batches = [torch.randint(1, 12, (6, int(item.max()))) for item in lengths]
+        for tokens, length in zip(micro_batches, lengths, strict=True):
+            tokens[torch.arange(tokens.shape[1]) >= length[:, None]] = 0
+            targets = tokens.clone()
+            losses = F.cross_entropy(model(tokens).transpose(1, 2), targets, ignore_index=0, reduction="sum")
+            count = sum(int(item.sum()) for item in lengths) if divides_once else 3 * int(length.sum())
+            (losses / count).backward()
+        optimizer.step()
+
+    return loop
+
+
+def check(loop: Loop, folder: Path, model: nn.Module | None = None) -> tuple[str, str]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
+    model = model or nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     scope = loopscope.attach(model, optimizer, out=folder / "run", display="none", hooks=["laws"], hook_options=OPTIONS)
     with scope:
@@ -131,3 +160,9 @@ def test_right_accumulation_holds(loop: Loop, tmp_path: Path) -> None:
 @pytest.mark.parametrize("loop", [real_and_generated, two_losses_of_a_batch])
 def test_separate_losses_are_no_micro_batches(loop: Loop, tmp_path: Path) -> None:
     assert check(loop, tmp_path)[0] == "not checked"
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(("divides_once", "verdict"), [(True, "holds"), (False, "broken")])
+def test_tokens_of_shorter_micro_batches_count_alike(divides_once: bool, verdict: str, tmp_path: Path) -> None:
+    assert check(texts(divides_once=divides_once), tmp_path, Tokens())[0] == verdict
