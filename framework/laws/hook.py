@@ -28,6 +28,8 @@ from ..observing import optimizers_over
 from ..state import RandomStreams
 from .law import broken, holds
 from .recording import Recording
+from .saved_files import SavedFiles
+from .schedules import Schedules
 from .session import FILE, LEARNS, LawCheck, as_content
 from .training_watch import TrainingWatch
 from .trial import Trial
@@ -35,12 +37,17 @@ from .values import weight_of
 
 NEVER = 10**9
 EVALUATION = "evaluation_changes_nothing"
+CHECKPOINT = "checkpoint_is_complete"
+HALVES = "halves_make_a_whole"
 ADD_UP = "micro_batches_add_up"
+SCHEDULE = "schedule_lasts"
 NEAR = 1e-6
 LEAST_UPDATES = 4
 """Updates after which parameters that none has changed are reported."""
 MOST_UPDATES = 50
 """Updates after the last tries, in which parameters without a gradient may get one."""
+LONGEST_EPOCH = 200
+"""Updates within which a batch of another number of rows is awaited."""
 LONGEST_TRIES = 40.0
 """Seconds of processor time after which later steps try only the laws that no earlier one has decided."""
 LONGEST_WAIT = 20.0
@@ -94,6 +101,10 @@ class Laws(DebugInterventionHook):
         self._updates, self._is_judged = 0, False
         self._is_waiting_for_group = ADD_UP in self._check
         """Whether no group of another number of micro-batches was seen."""
+        self._divisors: list[float] = []
+        """Numbers by which the script divides a loss that is a sum over rows, if they are multiples of their number."""
+        self._rows = 0
+        """The number of rows at that step."""
         self._start: float | None = None
         """The processor time at the first tries."""
         self._end: float | None = None
@@ -114,13 +125,15 @@ class Laws(DebugInterventionHook):
         self._streams = RandomStreams(run.seed)
         self._recording = Recording(self._streams)
         self._watch = TrainingWatch(self._on_evaluation, self._on_update)
+        self._files = SavedFiles()
+        self._schedules, self._is_schedule_judged = Schedules(), False
         self._write()
 
     def taps(self, model: nn.Module) -> Iterable[Tap]:
         """Return the taps that record the steps, and watch the first evaluation."""
         if any(kind.__name__ == "LightningModule" for kind in type(model).__mro__):
             self._is_waiting_for_group = False  # Lightning divides the last group of an epoch by the usual number
-        return [StepTap(self._recording), StepTap(self._watch, always=True)]
+        return [StepTap(self._recording), StepTap(self._watch, always=True), StepTap(self._files, always=True)]
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Try every law."""
@@ -133,12 +146,15 @@ class Laws(DebugInterventionHook):
             steps, model_ctx.model, optimizers, model_ctx.branch, self._streams, run_ctx.step, self._constants
         )
         trial.clipping = self._watch.clipping
+        self._schedules.find(optimizers)
         self._start = self._start or time.process_time()
         is_short = time.process_time() - self._start > LONGEST_TRIES
         for name in self._check.try_at(trial, leaves_decided=is_short):
             self._tried += 1
             self._write(f"step {run_ctx.step}: {name.replace('_', ' ')}")
         self._constants = list(steps[0].constants) if steps else []
+        self._divisors = trial.fixed_divisors or self._divisors
+        self._rows = trial.rows if trial.fixed_divisors else self._rows
         if run_ctx.step >= self._places[-1]:
             self._end = time.process_time() + LONGEST_WAIT
             self._idle = {name for name in self._check.subjects(LEARNS) if name in self._trainable}
@@ -153,7 +169,11 @@ class Laws(DebugInterventionHook):
         """Note which parameters learn at other steps, such as experts without tokens in a batch."""
         self._moved.update(moved)
         self._updates += 1
+        if sentence := self._files.problem():
+            self._check.add(CHECKPOINT, self._updates, broken(sentence))
+        self._judge_schedule()
         self._judge_groups()
+        self._judge_short_batch()
         self._trainable = {name for name, item in model.named_parameters() if item.requires_grad}
         if self._end is None or (self._idle and self._waits):
             self._learned |= {
@@ -168,6 +188,7 @@ class Laws(DebugInterventionHook):
             self._judge_updates()
             self._write("end")
             self._watch.stop()
+            self._files.stop()
 
     def _judge_groups(self) -> None:
         """Add a group of another number of micro-batches than usual, such as the last one of an epoch.
@@ -183,6 +204,28 @@ class Laws(DebugInterventionHook):
             self._is_waiting_for_group = False
             sentence = f"an update of {number} micro-batches divides their losses by {usual}, the usual number"
             self._check.add(ADD_UP, self._updates, broken(sentence))
+
+    def _judge_schedule(self) -> None:
+        """Add a schedule that is stepped too often."""
+        if self._is_schedule_judged or SCHEDULE not in self._check:
+            return
+        self._schedules.note()
+        if sentence := self._schedules.problem():
+            self._is_schedule_judged = True
+            self._check.add(SCHEDULE, self._updates, broken(sentence))
+
+    def _judge_short_batch(self) -> None:
+        """Add a batch of another number of rows, such as the last one of an epoch, whose loss has the same divisor."""
+        shapes, divisors = self._watch.batches[-1] if self._watch.batches else ((), set[float]())
+        rows = {shape[0] for shape in shapes if shape}
+        if not self._divisors or len(rows) != 1 or rows == {self._rows}:
+            return
+        (number,) = rows
+        same = [item for item in self._divisors if any(abs(item - one) < NEAR * item for one in divisors)]
+        self._divisors = []
+        if same:
+            sentence = f"the summed loss of a batch of {number} rows is divided by {same[0]:g}, as that of {self._rows}"
+            self._check.add(HALVES, self._updates, broken(sentence))
 
     def _usual_group(self) -> int:
         """Return the number of micro-batches of most updates; the larger one of two."""
@@ -220,6 +263,8 @@ class Laws(DebugInterventionHook):
         if is_waiting and self._waits > MOST_UPDATES - LEAST_WAITS:
             return False
         is_waiting |= self._is_waiting_for_group and self._usual_group() > 1
+        is_waiting |= not self._is_schedule_judged and self._schedules.end_soon()
+        is_waiting |= bool(self._divisors) and self._updates < LONGEST_EPOCH
         return (is_evaluated and not is_waiting) or time.process_time() > self._end
 
     def results(self) -> list[dict[str, Any]]:

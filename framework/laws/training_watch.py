@@ -15,6 +15,7 @@ from ..errors import listed
 from ..isolation import VISITS
 from ..observing import PassiveListener, listen, place, stop_listening
 from ..state import Transient
+from .loss_numbers import divisors_of
 from .recorded_step import factors_of
 from .values import tensors_within
 
@@ -43,6 +44,8 @@ class UpdatePasses:
     """The starts of the passes before them."""
     factors: tuple[float, ...] = ()
     """The numbers by which the newest loss was multiplied last."""
+    divisors: set[float] = field(default_factory=set)
+    """The numbers by which the newest loss was divided."""
     adds_up: bool = False
     """Whether the newest one has added to gradients."""
     count: int = 0
@@ -81,6 +84,8 @@ class TrainingWatch(PassiveListener, Transient):
         self._update = UpdatePasses()
         self.counts: list[tuple[int, tuple[float, ...]]] = []
         """For each update the number of backward passes whose gradients it has, and the factors of the loss."""
+        self.batches: list[tuple[tuple[tuple[int, ...], ...], set[float]]] = []
+        """For each update with one backward pass the shapes of the inputs, and the divisors of the loss."""
         self.clipping: tuple[float, float] | None = None
         """The norm of the gradients before they were clipped and at the newest update, if they are clipped."""
         self._norm: float | None = None
@@ -188,6 +193,7 @@ class TrainingWatch(PassiveListener, Transient):
         update.adds_up = self._has_gradients()
         update.count = update.count + 1 if update.adds_up else 1
         update.factors = factors_of(roots[0]) if len(roots) == 1 else ()
+        update.divisors = divisors_of(roots[0]) if len(roots) == 1 else set()
         self._newest = None
 
     def _judge(self) -> None:
@@ -197,6 +203,7 @@ class TrainingWatch(PassiveListener, Transient):
             return
         now, is_input_pass = update.passes[-1], self._adds_input_pass(update)
         self.counts.append((update.count, update.factors))
+        self.batches.append((now.shapes if len(update.passes) == 1 else (), update.divisors))
         if self._last is not None and (self._has_evaluated or is_input_pass) and self._copies and not self.is_decided:
             self.is_decided = True
             leaves_gradients = is_input_pass or (

@@ -18,12 +18,16 @@ class CheckpointIsComplete(Law):
     """Load the state dict into other models, and compare their outputs.
 
     They are a copy of the model from an earlier step and, in ``loopscope check``, one that is constructed again with
-    the same arguments and other random numbers.
+    the same arguments and other random numbers. What the script itself saves is compared with the state of its
+    training, if it saves anything by ``torch.save`` while it is watched.
     """
 
     name = "checkpoint_is_complete"
-    statement = "the state dict is all that outputs depend on"
-    remedy = "register the state as a buffer or a parameter, or return it by get_extra_state"
+    statement = "checkpoints have all that outputs and later steps depend on"
+    remedy = (
+        "register the state as a buffer or a parameter, or return it by get_extra_state; save the state dicts of "
+        "optimizer, schedule and scaler with that of the model"
+    )
 
     def __init__(self) -> None:
         self._earlier: nn.Module | None = None

@@ -1,0 +1,117 @@
+"""The learning rates of a training and the steps of its schedule, noted at every update."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ..observing import schedulers_of
+
+FEW = 4
+"""Updates that show how often a schedule is stepped."""
+LEAST = 0.01 * (1 + 1e-9)
+"""The part of the largest learning rate at which little is learned."""
+MOST_UPDATES = 150
+"""Updates within which the end of a schedule is awaited."""
+CYCLES = ("Restarts", "Cyclic", "OneCycle", "Plateau")
+"""Parts of the names of schedules that rise again, or whose length depends on the losses."""
+
+
+@dataclass
+class _Course:
+    """What a schedule has done so far."""
+
+    schedule: Any
+    rates: list[float] = field(default_factory=list)
+    """The learning rate of the first group at each update."""
+    counts: list[int] = field(default_factory=list)
+    """The number of steps of the schedule before each update."""
+
+    @property
+    def name(self) -> str:
+        return type(self.schedule).__name__
+
+    def steps_per_update(self) -> int:
+        """Return the smallest number of steps of the schedule between two updates; 0 if too few updates are known."""
+        steps = [later - earlier for earlier, later in zip(self.counts, self.counts[1:], strict=False)]
+        return min(steps) if len(steps) >= FEW else 0
+
+    def problem(self) -> str:
+        """Return a sentence if the schedule is stepped too often; empty if it is not, or it is unknown."""
+        steps, peak = self.steps_per_update(), max(self.rates, default=0.0)
+        if steps > 1 and not _has_ranks():
+            return f"{self.name} is stepped {steps} times for each update"
+        if not steps or any(part in self.name for part in CYCLES):
+            return ""
+        first = self.rates.index(peak)
+        low = [place for place, rate in enumerate(self.rates) if place > first and rate <= LEAST * peak]
+        if not low:
+            return ""
+        updates = len(self.rates)
+        # Also a right schedule is low in its last updates.
+        if self.rates[-1] <= LEAST * peak and updates - low[0] >= 2 * low[0] > 0:
+            return (
+                f"{self.name} has reduced the learning rate from {peak:.3g} to {self.rates[-1]:.3g} within {low[0]} "
+                f"updates, and {updates - low[0]} have followed"
+            )
+        if self.name == "CosineAnnealingLR" and self.rates[-1] > self.rates[-2] > self.rates[low[-1]] >= 0:
+            return f"CosineAnnealingLR has ended after {low[-1]} updates, and the learning rate rises again"
+        return ""
+
+    def ends_soon(self) -> bool:
+        """Return whether the schedule may reach its end within the updates that are watched."""
+        if not self.steps_per_update() or len(self.rates) >= MOST_UPDATES or self.problem():
+            return False
+        length = _length(self.schedule)
+        if length is None:
+            return self.rates[-1] < 0.9 * max(self.rates)
+        return 3 * length < MOST_UPDATES or (self.name == "CosineAnnealingLR" and length + FEW < MOST_UPDATES)
+
+
+class Schedules:
+    """The schedules of the optimizers of a training."""
+
+    def __init__(self) -> None:
+        self._courses: dict[int, _Course] = {}
+
+    def find(self, optimizers: Sequence[Optimizer]) -> None:
+        """Find the schedules of the optimizers, which takes a look at all objects."""
+        for optimizer in optimizers:
+            for schedule in schedulers_of(optimizer):
+                self._courses.setdefault(id(schedule), _Course(schedule))
+
+    def note(self) -> None:
+        """Note an update, before the script steps the schedules."""
+        for course in self._courses.values():
+            course.rates.append(float(course.schedule.optimizer.param_groups[0]["lr"]))
+            course.counts.append(int(getattr(course.schedule, "last_epoch", 0)))
+
+    def problem(self) -> str:
+        """Return a sentence on a schedule that is stepped too often, if there is one."""
+        return next(filter(None, (course.problem() for course in self._courses.values())), "")
+
+    def end_soon(self) -> bool:
+        """Return whether a schedule may end within the updates that are watched."""
+        return any(course.ends_soon() for course in self._courses.values())
+
+
+def _length(schedule: Any) -> float | None:
+    """Return the steps after which a schedule has fallen to little, if its attributes show it."""
+    given = vars(schedule)
+    if "gamma" in given and 0 < given["gamma"] < 1:
+        falls = math.log(LEAST) / math.log(given["gamma"])
+        return (
+            float(falls * given.get("step_size", 1)) if "milestones" not in given else float(max(given["milestones"]))
+        )
+    known = [
+        given[name] for name in ("T_max", "total_iters", "total_steps") if isinstance(given.get(name), (int, float))
+    ]
+    return float(known[0]) if known else None
+
+
+def _has_ranks() -> bool:
+    """Return whether several ranks train, for which some libraries step a schedule several times."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
