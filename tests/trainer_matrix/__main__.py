@@ -1,19 +1,16 @@
 """Command that trains the rows of the matrix and prints the table; ``--write`` writes docs/data/trainer-matrix.txt."""
 
 import argparse
-import platform
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import torch
 
 from docs.dates import today
 from tests.trainer_matrix.outcome import Outcome, outcome
 from tests.trainer_matrix.table import ROWS
 from tests.trainer_matrix.watched import watched_outcomes
+from tests.trainer_matrix.written_table import name_of, summary, written_table
 
 DATA = Path(__file__).parents[2] / "docs" / "data" / "trainer-matrix.txt"
 WATCHED = DATA.with_name("watched-trainings.txt")
@@ -27,7 +24,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only rows whose name contains a text")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of rows that train at the same time")
     parser.add_argument("--list", action="store_true", help="print the names of the rows and end")
-    parser.add_argument("--write", action="store_true", help="write the table of all rows to docs/data")
+    parser.add_argument(
+        "--write", action="store_true", help="write the table to docs/data; with --only, renew these rows"
+    )
     parser.add_argument("--watch", action="store_true", help="train scripts alone and under loopscope watch")
     chosen = parser.parse_args(arguments)
     rows = [row for name, row in ROWS.items() if not chosen.only or any(text in f"{name}:" for text in chosen.only)]
@@ -42,10 +41,12 @@ def main(arguments: Sequence[str]) -> int:
         for result in watched_outcomes(rows, chosen.jobs) if chosen.watch else pool.map(outcome, rows):
             outcomes.append(result)
             write(line_of(result))
-    write(f"\n{summary(outcomes)}\n")
+    lines = [line_of(result) for result in outcomes]
+    write(f"\n{summary(lines)}\n")
     if chosen.write:
-        table = head + "".join(map(line_of, outcomes))
-        data.write_text(f"Trained on {today()}.\n\n{summary(outcomes)}\n\n{table}", encoding="utf-8")
+        earlier = data.read_text(encoding="utf-8") if chosen.only else ""
+        table = written_table(head, zip(outcomes, lines, strict=True), today(), earlier)
+        data.write_text(table, encoding="utf-8")
         write("`make docs` renews the summary of the page, by the packages of the site.\n")
     return int(not all(result.is_accepted for result in outcomes))
 
@@ -53,24 +54,15 @@ def main(arguments: Sequence[str]) -> int:
 def line(result: Outcome) -> str:
     """Return the line of the table for an outcome."""
     row, text = result.row, result.sentence.replace("|", "\\|")
-    name = row.name if row.ranks == 1 else f"{row.name}, {row.ranks} ranks"
-    return f"| {name} | {row.versions or 'torch only'} | {result.steps or ''} | {result.hooks or ''} | {text} |\n"
+    return (
+        f"| {name_of(row)} | {row.versions or 'torch only'} | {result.steps or ''} | {result.hooks or ''} | {text} |\n"
+    )
 
 
 def watched_line(result: Outcome) -> str:
     """Return the line of the table for an outcome under ``loopscope watch``."""
     row, text = result.row, result.sentence.replace("|", "\\|")
-    name = row.name if row.ranks == 1 else f"{row.name}, {row.ranks} ranks"
-    return f"| {name} | {result.steps or ''} | {result.recorded or ''} | {result.hooks or ''} | {text} |\n"
-
-
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """Return the number of rows by result, and the versions."""
-    kinds = Counter(
-        "differs, as it must" if result.row.control and result.is_accepted else result.kind for result in outcomes
-    )
-    counts = ", ".join(f"{count} × {kind}" for kind, count in kinds.most_common())
-    return f"{len(outcomes)} rows: {counts}. torch {torch.__version__}, Python {platform.python_version()}."
+    return f"| {name_of(row)} | {result.steps or ''} | {result.recorded or ''} | {result.hooks or ''} | {text} |\n"
 
 
 def write(text: str) -> None:

@@ -15,6 +15,7 @@ from tests.trainer_matrix.digests import Digests, Recorder, digest
 from tests.trainer_matrix.outcome import Outcome, compared, first_difference, outcome
 from tests.trainer_matrix.row import VARIANTS, Row
 from tests.trainer_matrix.table import ROWS
+from tests.trainer_matrix.written_table import written_table
 
 
 @pytest.mark.slow
@@ -126,6 +127,21 @@ def test_missing_packages_are_reported() -> None:
     row = Row("a", "b", print, ("no-such-package",))
     assert outcome(row).sentence == "not installed: no-such-package"
     assert line(outcome(row)).startswith("| a: b | no-such-package  |")
+
+
+def test_some_rows_of_a_table_are_renewed() -> None:
+    """The others are kept, in the order of all rows, and the dates are the first and the last one."""
+    first, second, third = list(ROWS.values())[:3]
+    head = "| configuration | result |\n|---|---|\n"
+    lines = {row: (Outcome(row, "equal"), f"| {row.name} | equal |\n") for row in (first, second, third)}
+    old = written_table(
+        head, [(Outcome(second, "fails"), f"| {second.name} | fails: x |\n"), lines[third]], "1 May 2026"
+    )
+    assert old.startswith("Trained on 1 May 2026.\n\n2 rows: 1 × fails, 1 × equal.")
+    new = written_table(head, [lines[second], lines[first]], "3 May 2026", old)
+    assert new.startswith("Trained from 1 May 2026 to 3 May 2026.\n\n3 rows: 3 × equal.")
+    assert new.endswith(head + "".join(lines[row][1] for row in (first, second, third)))
+    assert written_table(head, lines.values(), "4 May 2026", new).startswith("Trained on 4 May 2026.")
 
 
 def test_table_has_every_row() -> None:
