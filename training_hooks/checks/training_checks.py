@@ -170,14 +170,15 @@ class TrainingChecks(TrainingHook):
         constant_loss | loss of the best constant prediction, on the batch's targets on the CPU: for mse_loss the mean
             over outputs of their variance; for a binary cross-entropy that of the entropy of their frequencies; for a
             cross-entropy without class weights their entropy, plus (K − 1)/2N for K classes in N targets, if N is at
-            least 10·K | [0, ∞) | A term_loss that stays there: nothing is learned from the inputs.
+            least 10·K; for kl_div the mean divergence of the targets from their mean | [0, ∞)
+            | A term_loss that stays there: nothing is learned from the inputs.
         term_loss | the mean of the same loss function for the outputs of the model, without the factors and further
             terms of the loss; reported with constant_loss | [0, ∞) | Above constant_loss: worse than a constant.
         loss_has_terms | 1 if the loss function is one of several terms of the loss, else 0 | {0, 1}
             | 1: the loss is no measure of the outputs; term_loss is that of its first term.
         output_variation | how much the outputs that the loss gets differ between the rows: I / H(t) with the
             information I = H(mean p) − mean H(p) of rows in the predicted probabilities p and the entropy H(t) of the
-            targets; for numbers, variance of outputs / variance of targets | [0, ∞)
+            targets, for kl_div their information; for numbers, variance of outputs / variance of targets | [0, ∞)
             | Near 0 at the end: the model gives the same output for all rows and any inputs.
         reads_targets | 1 if an embedding of the model looks up the very targets of the cross-entropy, else 0 | {0, 1}
             | 1 although the inputs are others: the model sees what it should predict.
@@ -190,8 +191,8 @@ class TrainingChecks(TrainingHook):
             activation by more than 5 % of their standard deviation; reported for ReLU, softplus, sigmoid, softmax and
             tanh | [0, 1]
             | Above 0: no weights give these targets. Remove the activation, or scale the targets.
-        soft_target_sum | mean over rows of the sum of the targets, for a cross-entropy of targets that are numbers
-            | (−∞, ∞) | Should be 1. Above 1: rows have several labels, which need a loss for each class.
+        soft_target_sum | mean over rows of the sum of the targets, for a cross-entropy of targets that are numbers, and
+            for kl_div | (−∞, ∞) | Should be 1. Above 1: rows have several labels, which need a loss for each class.
         input_mean | mean of the elements of x; reported for floating-point inputs | (−∞, ∞)
             | Far from 0 relative to input_std: inputs are not normalised.
         input_std | population standard deviation of the elements of x | [0, ∞) | Far from 1: inputs are not normalised.

@@ -317,17 +317,18 @@ class TargetsOutOfReach(Detector):
 
 @DetectorRegistry.register
 class TargetsNotProbabilities(Detector):
-    """Finds a cross-entropy of numbers that are not probabilities, such as several labels of a row, or masks of 255.
+    """Finds losses of numbers that are not probabilities, such as several labels of a row, or masks of 255.
 
     Symptom: The loss of a classifier is negative, or worse than it should be with several labels
 
     cross_entropy takes probabilities that add up to 1, but the targets of a row add up to another number: rows with
     several labels need binary_cross_entropy_with_logits, which asks for each class alone. A binary cross-entropy
-    takes targets from 0 to 1, but they go beyond, such as masks of 0 and 255: divide them.
+    takes targets from 0 to 1, but they go beyond, such as masks of 0 and 255: divide them. kl_div takes probabilities,
+    or with log_target=True their logarithms, but gets the other of the two, or weights.
 
-    Applies to: cross-entropies of targets that are numbers, on the CPU
+    Applies to: cross-entropies of targets that are numbers, and kl_div, on the CPU
 
-    Source: torch.nn.CrossEntropyLoss and BCEWithLogitsLoss: targets are probabilities
+    Source: torch.nn.CrossEntropyLoss, BCEWithLogitsLoss and KLDivLoss: targets are probabilities
     """
 
     name = "targets-not-probabilities"
@@ -355,13 +356,22 @@ class TargetsNotProbabilities(Detector):
         total = curve.median
         if not abs(total - 1) > self.deviation:
             return
+        remedy = (
+            "Use binary_cross_entropy_with_logits if rows have several labels; else give probabilities, or the numbers "
+            "of the classes."
+        )
+        is_divergence = not history.last(f"{CHECKS}/class_count") > 0
+        if is_divergence:
+            remedy = (
+                "Give kl_div the probabilities of the teacher, teacher.softmax(-1), or with log_target=True their "
+                "logarithms, teacher.log_softmax(-1)."
+            )
         yield self.finding(
             "warning",
             curve.first_step,
-            f"The cross-entropy gets targets whose rows add up to {total:.3g} on average, not to 1, so they are "
-            "not probabilities of classes that exclude each other.",
-            "Use binary_cross_entropy_with_logits if rows have several labels; else give probabilities, or the numbers "
-            "of the classes.",
+            f"The {'divergence' if is_divergence else 'cross-entropy'} gets targets whose rows add up to {total:.3g} "
+            "on average, not to 1, so they are not probabilities of classes that exclude each other.",
+            remedy,
             Evidence(f"{CHECKS}/soft_target_sum", total, 1 + self.deviation, "1"),
         )
 
@@ -774,10 +784,10 @@ class NoBetterThanMean(Detector):
     not belong to their inputs (shuffled, or noise drawn again), inputs without information, or a cause that another
     finding names.
 
-    Applies to: mse_loss and binary cross-entropies without further terms, on the CPU, after 200 steps
+    Applies to: mse_loss, binary cross-entropies and kl_div without further terms, on the CPU, after 200 steps
 
     Source: the mean squared error of the mean is the variance; the binary cross-entropy of frequencies their
-    entropy
+    entropy; the divergence from the mean the information of the rows in the targets
     """
 
     name = "no-better-than-mean"

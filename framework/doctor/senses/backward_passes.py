@@ -33,14 +33,16 @@ class BackwardPass(NamedTuple):
     """Number of different targets of the cross-entropy among the others; ``None`` if it is unknown."""
     constant_loss: float | None = None
     """The mean loss of the best prediction that is the same for all rows: the entropy of the targets of a
-    cross-entropy without class weights, or of each output of a binary one, and the variance of each output's targets
-    for ``mse_loss``; ``None`` if it is unknown, as with fewer than ten targets for each class."""
+    cross-entropy without class weights, or of each output of a binary one, the variance of each output's targets for
+    ``mse_loss``, and the mean divergence of the targets from their mean for ``kl_div``; ``None`` if it is unknown, as
+    with fewer than ten targets for each class."""
     term_loss: float | None = None
     """The mean of the same loss function for the outputs of the model, without the factors and other terms of the
     loss; known if ``constant_loss`` is."""
     output_variation: float | None = None
     """How much the outputs that the loss gets differ between the rows, relative to the targets: the information of
-    rows in predicted classes over the entropy of the targets, or the ratio of variances of outputs and targets."""
+    rows in predicted classes over the entropy of the targets, of a divergence over their information, or the ratio of
+    variances of outputs and targets."""
     target_count: int | None = None
     """Number of targets of the cross-entropy that it does not leave out; ``None`` if it is unknown."""
     first_targets: tuple[int, ...] = ()
@@ -56,7 +58,8 @@ class BackwardPass(NamedTuple):
     """Share of the targets of a regression outside of the range of the model's last activation, if that is bounded, by
     more than 5 % of their standard deviation."""
     target_sum: float | None = None
-    """Mean over the rows of the sum of a cross-entropy's targets, if these are numbers instead of classes."""
+    """Mean over the rows of the sum of the targets of a divergence, or of a cross-entropy if these are numbers instead
+    of classes."""
     is_doubly_normalised: bool = False
     """Whether a log-softmax is applied to probabilities of a softmax, or a BCE with logits to those of a sigmoid."""
     lacks_log_softmax: bool = False

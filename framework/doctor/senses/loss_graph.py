@@ -1,29 +1,26 @@
-"""Facts about a loss that its autograd graph shows, read without running or changing anything.
-
-This module alone depends on the attributes of torch's autograd nodes, which have no documented equivalent:
-
-- ``name()`` and ``next_functions`` are public. The names of the nodes are those of torch's derivatives.yaml.
-- ``_saved_<argument>`` is read of numbers only (``_saved_reduction``, ``_saved_dim``, ``_saved_ignore_index``). For a
-  tensor it would call the unpack hooks of ``saved_tensors_hooks``, which run a checkpointed region again, and raise
-  after the backward pass.
-- ``_raw_saved_<argument>.data`` is the saved tensor itself; it is read only if no hook has packed it.
-- ``_input_metadata`` has shape and dtype of a node's output, also when the tensor no longer exists.
-
-Each attribute is read with a default, so that a version of torch without it gives fewer facts instead of an error.
-"""
+"""Facts about a loss that its autograd graph shows, read without running or changing anything."""
 
 import itertools
 import math
-import re
 from collections.abc import Collection, Iterator
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .autograd_nodes import (
+    VIEWS,
+    inputs_of,
+    is_number,
+    operation_of,
+    output_of,
+    saved_integer,
+    saved_value,
+    without_views,
+)
 from .backward_passes import BackwardPass
+from .divergences import divergence_facts, information, variation
 
 MOST_NODES = 12
 """Length of the path."""
@@ -42,11 +39,6 @@ LOSSES = frozenset(
 """Nodes with a ``_saved_reduction``."""
 TERMS = frozenset({"Add", "Sub", "Mul", "Div", "Stack", "Cat"})
 """Nodes with several inputs of which one is followed."""
-VIEWS = frozenset(
-    {"View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "T", "Slice", "Select", "Index", "IndexSelect"}
-    | {"Squeeze", "Unsqueeze", "Expand", "Clone", "ToCopy", "Alias", "AsStrided", "Narrow", "MaskedSelect"}
-)
-"""Nodes that only move or convert elements."""
 REDUCTIONS = {0: "", 1: "mean", 2: "sum"}  # at::Reduction
 ELEMENTWISE = frozenset(
     {"Mean", "Sum", "Div", "Mul", "Add", "Neg", "Pow", "Abs", "Sqrt", "Exp", "Log", "Log1P", "Sub", "Rsub", "Clamp"}
@@ -109,16 +101,6 @@ SOFT_CROSS_ENTROPY = ("Div", "Neg", "Sum", "Mul", "LogSoftmax")
 """The mean that ``cross_entropy`` computes for targets that are probabilities."""
 
 
-def operation_of(node: Any) -> str:
-    """Return the name of an autograd node without its ending: ``NllLoss`` of ``NllLossBackward0``."""
-    return _operation(node.name())
-
-
-@cache
-def _operation(name: str) -> str:
-    return re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
-
-
 def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
     """Return the description of the pass that ``loss.backward()`` runs, without leftover gradients.
 
@@ -126,10 +108,8 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
         loss: the loss with its graph.
         is_scaled: a loss scaler has multiplied the loss.
     """
-    root = loss.grad_fn
-    if root is not None and is_scaled and operation_of(root) == "Mul":
-        root = next(iter(_inputs(root)), None)
-    nodes = _path(root)
+    root = root_of(loss, is_scaled=is_scaled)
+    nodes = path_of(root)
     names = [operation_of(node) for node in nodes]
     reduction, divisor, is_divided_by_tensor = _reduction(nodes, names)
     return BackwardPass(
@@ -143,7 +123,8 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
         ignore_index=_ignore_index(nodes, names),
         **_class_facts(nodes, names),
         **_number_facts(nodes, names),
-        target_sum=_target_sum(nodes, names),
+        **_target_sum(nodes, names),
+        **divergence_facts(nodes, names),
         is_doubly_normalised=_is_doubly_normalised(names),
         lacks_log_softmax=_lacks_log_softmax(nodes, names),
         is_modified=_has_other_terms(nodes, names) or _has_scaled_logits(nodes, names),
@@ -153,15 +134,23 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
         is_broadcast=_is_broadcast(root),
         has_terms=_has_terms(nodes),
         **_model_facts(root, nodes, names),
-        is_float16=any(_output(node)[1] is torch.float16 for node in nodes),
+        is_float16=any(output_of(node)[1] is torch.float16 for node in nodes),
     )
+
+
+def root_of(loss: Tensor, *, is_scaled: bool) -> Any:
+    """Return the node of a loss, before the multiplication by a scaler; ``None`` without a graph."""
+    root = loss.grad_fn
+    if root is not None and is_scaled and operation_of(root) == "Mul":
+        return next(iter(inputs_of(root)), None)
+    return root
 
 
 def last_divisor(loss: Tensor) -> float:
     """Return the number by which a loss was divided last, apart from the scale of a scaler; 1 if there is none."""
     node: Any = loss.grad_fn
     for _ in range(2):
-        name = "" if node is None else _operation(node.name())
+        name = "" if node is None else operation_of(node)
         if name not in ("Mul", "Div"):
             break
         divisor = _divisor(node, name)
@@ -177,12 +166,8 @@ def reaches(loss: Tensor, parameters: Collection[Tensor]) -> bool:
     return any(id(getattr(node, "variable", None)) in own for node in _all_nodes(loss.grad_fn))
 
 
-def _inputs(node: Any) -> list[Any]:
-    """Return the nodes of a node's differentiable inputs."""
-    return [following for following, _ in node.next_functions if following is not None]
-
-
-def _path(root: Any) -> list[Any]:
+def path_of(root: Any) -> list[Any]:
+    """Return the nodes from that of a loss towards the model, at most 12, as in :class:`.BackwardPass`."""
     nodes: list[Any] = []
     node = root
     while node is not None and len(nodes) < MOST_NODES:
@@ -193,7 +178,7 @@ def _path(root: Any) -> list[Any]:
 
 def _next(node: Any) -> Any:
     """Return the next node of the path: the only input, or the first term of a sum with a loss function."""
-    inputs = _inputs(node)
+    inputs = inputs_of(node)
     if len(inputs) <= 1:
         return inputs[0] if inputs else None
     if operation_of(node) not in TERMS:
@@ -206,23 +191,11 @@ def _visited(root: Any) -> Iterator[Any]:
     waiting, seen = [root], {root}
     for node in waiting:
         yield node
-        inputs = _inputs(node)
+        inputs = inputs_of(node)
         is_term = len(inputs) == 1 or operation_of(node) in TERMS
         new = [item for item in inputs if item not in seen] if is_term else []
         waiting += new[: MOST_VISITED - len(waiting)]
         seen.update(new)
-
-
-def _output(node: Any) -> tuple[tuple[int, ...], torch.dtype | None]:
-    """Return shape and dtype of a node's output; an empty shape and ``None`` if they are unknown."""
-    metadata = getattr(node, "_input_metadata", ())  # the input of the backward function is the output of the forward
-    if len(metadata) != 1:
-        return (), None
-    output = next(iter(metadata))
-    try:
-        return tuple(int(size) for size in output.shape), output.dtype
-    except (RuntimeError, TypeError, ValueError):  # symbolic sizes, nested tensors
-        return (), None
 
 
 def _reduction(nodes: list[Any], names: list[str]) -> tuple[str, float, bool]:
@@ -240,7 +213,7 @@ def _reduction(nodes: list[Any], names: list[str]) -> tuple[str, float, bool]:
             if reduction == "sum":  # its divisor is probably the number of rows; those of means are weights
                 return reduction, divisor * of_term, is_divided_by_tensor or term_by_tensor
             return reduction, divisor, is_divided_by_tensor
-        if math.prod(_output(node)[0]) > 1:  # an unknown reduction, beyond which factors belong to the model
+        if math.prod(output_of(node)[0]) > 1:  # an unknown reduction, beyond which factors belong to the model
             break
         if name in ("Mul", "Div"):
             number = _divisor(node, name)
@@ -253,15 +226,15 @@ def _is_over_terms(node: Any) -> bool:
     """Return whether a sum or mean combines whole losses, or is that of a single number."""
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     is_single = sizes is not None and math.prod(int(size) for size in sizes) == 1
-    return is_single or any(operation_of(item) in ("Stack", "Cat") or _stacks_losses(item) for item in _inputs(node))
+    return is_single or any(operation_of(item) in ("Stack", "Cat") or _stacks_losses(item) for item in inputs_of(node))
 
 
 def _stacks_losses(node: Any, depth: int = 4) -> bool:
     """Return whether a vector is a stack of single losses, perhaps with weights and further terms for each."""
-    if len(_output(node)[0]) != 1 or not depth:
+    if len(output_of(node)[0]) != 1 or not depth:
         return False
     name = operation_of(node)
-    return name == "Stack" or (name in OF_LOSSES and any(_stacks_losses(item, depth - 1) for item in _inputs(node)))
+    return name == "Stack" or (name in OF_LOSSES and any(_stacks_losses(item, depth - 1) for item in inputs_of(node)))
 
 
 def _factors(nodes: list[Any], names: list[str], operation: str) -> tuple[float, ...]:
@@ -270,7 +243,7 @@ def _factors(nodes: list[Any], names: list[str], operation: str) -> tuple[float,
     for node, name in zip(nodes, names, strict=True):
         if name in LOSSES or (name in ("Mean", "Sum") and not _is_over_terms(node)):
             break
-        divisor = _divisor(node, name) if name == operation and math.prod(_output(node)[0]) == 1 else None
+        divisor = _divisor(node, name) if name == operation and math.prod(output_of(node)[0]) == 1 else None
         if divisor is not None and divisor != 1:
             divisors.append(divisor)
     return tuple(divisors)
@@ -278,13 +251,13 @@ def _factors(nodes: list[Any], names: list[str], operation: str) -> tuple[float,
 
 def _divisor(node: Any, name: str) -> float | None:
     """Return the number by which a node divides its input, 1 if it is unknown; ``None`` if a tensor divides it."""
-    if len(_inputs(node)) != 1:
+    if len(inputs_of(node)) != 1:
         return 1.0
-    value = _saved(node, "other")
+    value = saved_value(node, "other")
     if value is None and name == "Mul":
-        value = _saved(node, "self")
+        value = saved_value(node, "self")
     if isinstance(value, Tensor):
-        if not _is_number(value):
+        if not is_number(value):
             return None
         value = value.item()
     if not isinstance(value, (int, float)) or value == 0 or not math.isfinite(value):
@@ -292,54 +265,32 @@ def _divisor(node: Any, name: str) -> float | None:
     return float(value) if name == "Div" else 1.0 / value
 
 
-def _saved(node: Any, argument: str) -> Any:
-    """Return a saved number, or a saved tensor that no hook has packed; else ``None``."""
-    raw = getattr(node, f"_raw_saved_{argument}", None)
-    if raw is None:
-        value = getattr(node, f"_saved_{argument}", None)
-        return None if isinstance(value, Tensor) else value
-    is_packed = getattr(raw, "unpack_hook", None) is not None
-    return None if is_packed else getattr(raw, "data", None)
-
-
-def _is_number(value: Tensor) -> bool:
-    """Return whether a saved tensor was a number of Python, and not a tensor.
-
-    torch saves such a number as a tensor on the CPU of dtype int64 or float64 that does not take part in the promotion
-    of dtypes with other zero-dimensional tensors.
-    """
-    if value.ndim or value.device.type != "cpu" or value.dtype not in (torch.int64, torch.float64):
-        return False
-    narrower = torch.int32 if value.dtype is torch.int64 else torch.float32
-    return torch.result_type(torch.zeros((), dtype=narrower, device="cpu"), value) is narrower
-
-
 def _class_count(nodes: list[Any], names: list[str]) -> int:
     """Return the size of the class dimension of the log-softmax of a cross-entropy, else 0."""
     if "LogSoftmax" not in names:
         return 0
     position = names.index("LogSoftmax")
-    shape, _ = _output(nodes[position])
+    shape, _ = output_of(nodes[position])
     is_cross_entropy = any(name in ("NllLoss", "NllLoss2D", "Neg", "Gather") for name in names[:position])
     if not shape or not is_cross_entropy:
         return 0
     if not {"NllLoss", "NllLoss2D"} & {*names[:position]} and len(shape) == 2 and shape[0] == shape[1]:
         return 0  # the similarities of all pairs of rows, not classes
-    dimension = _saved_integer(nodes[position], "dim")
+    dimension = saved_integer(nodes[position], "dim")
     return shape[dimension] if dimension is not None and -len(shape) <= dimension < len(shape) else 0
 
 
 def _ignore_index(nodes: list[Any], names: list[str]) -> int:
     """Return the target that the loss function leaves out, −100 if it is unknown."""
     positions = [index for index, name in enumerate(names) if name in ("NllLoss", "NllLoss2D")]
-    index = _saved_integer(nodes[positions[0]], "ignore_index") if positions else None
+    index = saved_integer(nodes[positions[0]], "ignore_index") if positions else None
     return -100 if index is None else index
 
 
 def _saved_targets(nodes: list[Any], names: list[str]) -> Tensor | None:
     """Return the classes that a cross-entropy gets; ``None`` on an accelerator, where reading them would wait."""
     position = _position(names, LIKELIHOODS - {"CtcLoss"})
-    targets = None if position is None else _saved(nodes[position], "target")
+    targets = None if position is None else saved_value(nodes[position], "target")
     is_readable = isinstance(targets, Tensor) and targets.device.type == "cpu" and targets.numel() > 0
     return targets if is_readable else None
 
@@ -362,7 +313,7 @@ def _class_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
         "ignored_fraction": 1 - counted.numel() / targets.numel(),
         "target_classes": len(counts),
     }
-    outputs, entropy = _saved(node, "self"), _entropy(counts)
+    outputs, entropy = saved_value(node, "self"), _entropy(counts)
     if not isinstance(outputs, Tensor) or outputs.ndim < 2 or not len(counted):
         return facts
     classes = outputs.shape[1]
@@ -370,28 +321,10 @@ def _class_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
     kept = (labels != ignored).nonzero().flatten()
     kept = kept[:: -(-len(kept) // max(LEAST_ROWS, MOST_TARGETS // classes))]
     rows, labels = rows[kept].double(), labels[kept]
-    if _saved(node, "weight") is None and entropy is not None and not _has_scaled_logits(nodes, names):
+    if saved_value(node, "weight") is None and entropy is not None and not _has_scaled_logits(nodes, names):
         facts |= {"constant_loss": entropy, "term_loss": -float(rows.gather(1, labels[:, None]).mean())}
     shares = torch.unique(labels, return_counts=True)[1] / len(labels)
-    return facts | _variation(_information(rows.exp()), float(-(shares * shares.log()).sum()))
-
-
-def _information(probabilities: Tensor) -> float:
-    """Return the mutual information of rows and predictions in nats, H(mean p) − mean H(p): shape (rows, classes)."""
-
-    def entropies(shares: Tensor) -> Tensor:
-        information: Tensor = torch.special.xlogy(shares, shares).sum(-1)
-        return -information
-
-    return float(entropies(probabilities.mean(0)) - entropies(probabilities).mean())
-
-
-def _variation(of_outputs: float, of_targets: float) -> dict[str, float]:
-    return (
-        {"output_variation": max(of_outputs, 0.0) / of_targets}
-        if of_targets > 1e-9 and math.isfinite(of_outputs)
-        else {}
-    )
+    return facts | variation(information(rows.exp()), float(-(shares * shares.log()).sum()))
 
 
 def _entropy(counts: Tensor) -> float | None:
@@ -407,7 +340,7 @@ def _entropy(counts: Tensor) -> float | None:
 def _number_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
     """Return facts about outputs and targets that are numbers, on the CPU: reading an accelerator's would wait."""
     position = _position(names, REGRESSIONS | BINARY)
-    targets = None if position is None else _saved(nodes[position], "target")
+    targets = None if position is None else saved_value(nodes[position], "target")
     if position is None or not isinstance(targets, Tensor) or targets.device.type != "cpu" or targets.numel() < 2:
         return {}
     values = _sample(targets.detach()).double()
@@ -415,10 +348,10 @@ def _number_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
     facts: dict[str, Any] = {"nonfinite_targets": nonfinite}
     if nonfinite:
         return facts
-    outputs = _saved(nodes[position], "self")
+    outputs = saved_value(nodes[position], "self")
     if isinstance(outputs, Tensor) and outputs.shape == targets.shape and len(values) > 1:
         found = _constant_facts(names[position], _sample(outputs.detach()).double(), values)
-        if any(_saved(nodes[position], weight) is not None for weight in ("weight", "pos_weight")):
+        if any(saved_value(nodes[position], weight) is not None for weight in ("weight", "pos_weight")):
             found = {name: value for name, value in found.items() if name == "output_variation"}
         facts |= found
     ordered = values.flatten().sort().values
@@ -450,7 +383,7 @@ def _constant_facts(name: str, outputs: Tensor, targets: Tensor) -> dict[str, An
     if name in REGRESSIONS:
         variance = float(targets.var(dim=0, correction=0).mean())
         facts = {"constant_loss": variance, "term_loss": float((outputs - targets).square().mean())}
-        return (facts if name == "MseLoss" else {}) | _variation(float(outputs.var(0, correction=0).mean()), variance)
+        return (facts if name == "MseLoss" else {}) | variation(float(outputs.var(0, correction=0).mean()), variance)
     chances = outputs.sigmoid() if name.endswith("Logits") else outputs
 
     def surprise(shares: Tensor, chances: Tensor) -> Tensor:
@@ -463,7 +396,7 @@ def _constant_facts(name: str, outputs: Tensor, targets: Tensor) -> dict[str, An
     constant = entropy if len(targets) >= ROWS_PER_COLUMN else float(surprise(targets.mean(), targets.mean()))
     information = float((surprise(chances.mean(0), chances.mean(0)) - surprise(chances, chances).mean(0)).mean())
     facts = {"constant_loss": constant, "term_loss": float(surprise(targets, chances).mean())}
-    return facts | _variation(information, entropy)
+    return facts | variation(information, entropy)
 
 
 def _sample(targets: Tensor) -> Tensor:
@@ -477,29 +410,21 @@ def _sample(targets: Tensor) -> Tensor:
 
 def _has_terms(nodes: list[Any]) -> bool:
     """Return whether one of these nodes combines several terms before the loss function."""
-    before = itertools.takewhile(lambda node: operation_of(node) not in LOSSES, nodes)
-    return any(len(_inputs(node)) > 1 for node in before)
+    before = itertools.takewhile(lambda node: operation_of(node) not in LOSSES | {"LogSoftmax"}, nodes)
+    return any(len(inputs_of(node)) > 1 for node in before)
 
 
-def _target_sum(nodes: list[Any], names: list[str]) -> float | None:
+def _target_sum(nodes: list[Any], names: list[str]) -> dict[str, Any]:
     """Return the mean sum over the classes of the targets of a cross-entropy that are numbers, if known."""
     count = len(SOFT_CROSS_ENTROPY)
     starts = [index for index in range(len(names)) if tuple(names[index : index + count]) == SOFT_CROSS_ENTROPY]
     if not starts:
-        return None
+        return {}
     product = nodes[starts[0] + count - 2]
-    targets = next((item for name in ("other", "self") if isinstance(item := _saved(product, name), Tensor)), None)
+    targets = next((item for name in ("other", "self") if isinstance(item := saved_value(product, name), Tensor)), None)
     if targets is None or targets.device.type != "cpu" or targets.ndim < 2 or not targets.numel():
-        return None
-    return float(targets.detach()[:MOST_TARGETS].double().sum(1).mean())
-
-
-def _saved_integer(node: Any, argument: str) -> int | None:
-    """Return a saved integer; ``None`` if a node has none, or several, as sums over several dimensions do."""
-    number = getattr(node, f"_saved_{argument}", None)
-    if not isinstance(number, int):
-        return None
-    return number - 2**64 if number >= 2**63 else number  # nodes read negative numbers as unsigned ones of 64 bits
+        return {}
+    return {"target_sum": float(targets.detach()[:MOST_TARGETS].double().sum(1).mean())}
 
 
 def _is_doubly_normalised(names: list[str]) -> bool:
@@ -517,7 +442,7 @@ def _lacks_log_softmax(nodes: list[Any], names: list[str]) -> bool:
     if node is None:
         return False
     # A linear layer on several dimensions may add its bias to the product.
-    terms = [_without_views(term) for term in _inputs(node)] if operation_of(node) == "Add" else [node]
+    terms = [without_views(term) for term in inputs_of(node)] if operation_of(node) == "Add" else [node]
     return any(operation_of(term) in NOT_LOGARITHMS for term in terms)
 
 
@@ -526,13 +451,6 @@ def _is_divergence_of_probabilities(names: list[str]) -> bool:
     remaining = [name for name in names if name not in VIEWS]
     forms = {(reduction, "Sub", "Mul", "Softmax") for reduction in ("Sum", "Mean")}
     return any(tuple(remaining[place : place + 4]) in forms for place in range(len(remaining)))
-
-
-def _without_views(node: Any) -> Any:
-    """Return the first node from this one on that is more than a view."""
-    while operation_of(node) in VIEWS and len(inputs := _inputs(node)) == 1:
-        (node,) = inputs
-    return node
 
 
 def _has_other_terms(nodes: list[Any], names: list[str]) -> bool:
@@ -544,7 +462,7 @@ def _has_other_terms(nodes: list[Any], names: list[str]) -> bool:
         return False
     position = names.index("LogSoftmax")
     softmax, path = nodes[position], nodes[: position + 1]
-    others = [term for node in path[:-1] for term in _inputs(node) if term not in path]
+    others = [term for node in path[:-1] for term in inputs_of(node) if term not in path]
     return any(softmax not in _visited(term) for term in others)
 
 
@@ -573,9 +491,9 @@ def _is_normalised_over_rows(nodes: list[Any], names: list[str]) -> bool:
     Square matrices are left out, since losses of pairs normalise both ways.
     """
     for position, (node, name) in enumerate(zip(nodes, names, strict=True)):
-        shape = _output(node)[0]
+        shape = output_of(node)[0]
         is_tall = len(shape) == 2 and shape[0] != shape[1] and min(shape) > 1
-        if name == "LogSoftmax" and is_tall and _saved_integer(node, "dim") in (0, -2):
+        if name == "LogSoftmax" and is_tall and saved_integer(node, "dim") in (0, -2):
             return any(outer in ("NllLoss", "Gather", "Index") for outer in names[:position])
     return False
 
@@ -584,18 +502,18 @@ def _compares_outputs(nodes: list[Any], names: list[str]) -> bool:
     """Return whether the logits of a cross-entropy are products of outputs, and not of outputs and weights."""
     if "LogSoftmax" not in names:
         return False
-    inputs = _inputs(nodes[names.index("LogSoftmax")])
+    inputs = inputs_of(nodes[names.index("LogSoftmax")])
     return len(inputs) == 1 and _is_product_of_outputs(inputs[0])
 
 
 def _is_product_of_outputs(node: Any) -> bool:
     node, name = _without_scale(node)
-    inputs = _inputs(node)
+    inputs = inputs_of(node)
     if name == "Cat":
         return len(inputs) > 1 and all(map(_is_product_of_outputs, inputs))
     if name == "Sum" and len(inputs) == 1:  # Σ_j a_ij·b_ij, the products of pairs
         (node,), name = inputs, operation_of(inputs[0])
-        inputs = _inputs(node) if name == "Mul" else []
+        inputs = inputs_of(node) if name == "Mul" else []
     return name in ("Mm", "Bmm", "Mul") and bool(inputs) and not any(map(_is_weight, inputs))
 
 
@@ -603,9 +521,9 @@ def _without_scale(node: Any) -> tuple[Any, str]:
     """Return the first node from this one on that is more than a view or a scalar factor, and its name."""
     name = operation_of(node)
     while name in VIEWS or name in ("Mul", "Div", "Exp"):
-        inputs = _inputs(node)
+        inputs = inputs_of(node)
         if len(inputs) > 1:  # the temperature may be trained
-            inputs = [item for item in inputs if math.prod(_output(item)[0]) > 1]
+            inputs = [item for item in inputs if math.prod(output_of(item)[0]) > 1]
         if len(inputs) != 1:
             break
         (node,) = inputs
@@ -615,13 +533,13 @@ def _without_scale(node: Any) -> tuple[Any, str]:
 
 def _cosine_scale(nodes: list[Any], names: list[str]) -> float | None:
     """Return the factor of the cosines that are the logits of a cross-entropy; ``None`` for other logits."""
-    inputs = _inputs(nodes[names.index("LogSoftmax")]) if "LogSoftmax" in names else []
+    inputs = inputs_of(nodes[names.index("LogSoftmax")]) if "LogSoftmax" in names else []
     return _scale_of_cosines(inputs[0]) if len(inputs) == 1 else None
 
 
 def _scale_of_cosines(node: Any) -> float | None:
     """Return the constant factor of a node's cosines; ``None`` if it has other values or a trained factor."""
-    name, inputs = operation_of(node), _inputs(node)
+    name, inputs = operation_of(node), inputs_of(node)
     if name == "Cat":
         scales = [_scale_of_cosines(item) for item in inputs]
         largest = max((scale for scale in scales if scale is not None), default=None)
@@ -638,7 +556,7 @@ def _scale_of_cosines(node: Any) -> float | None:
         return None
     sources = [following for following, _ in node.next_functions]
     pairs = zip(sides, sources, strict=True)
-    return 1.0 if all(_has_length_one(_saved(node, side), dim, source) for (side, dim), source in pairs) else None
+    return 1.0 if all(_has_length_one(saved_value(node, side), dim, source) for (side, dim), source in pairs) else None
 
 
 def _has_length_one(values: Any, dim: int, source: Any) -> bool:
@@ -651,17 +569,17 @@ def _has_length_one(values: Any, dim: int, source: Any) -> bool:
             return False
         lengths = values.detach().movedim(dim, -1).flatten(0, -2)[:FEW_VECTORS].float().norm(dim=-1)
         return bool(len(lengths)) and bool(((lengths - 1).abs() < LENGTH_TOLERANCE).all())
-    node = None if source is None else _without_views(source)
+    node = None if source is None else without_views(source)
     if node is None or operation_of(node) != "Div":
         return False
-    return any(operation_of(_without_views(item)) in LENGTHS for item in _inputs(node))
+    return any(operation_of(without_views(item)) in LENGTHS for item in inputs_of(node))
 
 
 def _is_weight(node: Any) -> bool:
     """Return whether a node is a parameter, perhaps moved, normalised or scaled."""
     waiting, seen = [node], {node}
     for item in waiting:
-        new = [one for one in _inputs(item) if one not in seen]
+        new = [one for one in inputs_of(item) if one not in seen]
         if len(waiting) + len(new) > MOST_OF_WEIGHT or operation_of(item) in NOT_LOGARITHMS:
             return False
         seen.update(new)
@@ -677,7 +595,7 @@ def _is_broadcast(root: Any) -> bool:
     """
     waiting, seen = ([root], {root}) if root is not None else ([], set())
     for node in waiting:
-        name, inputs = operation_of(node), _inputs(node)
+        name, inputs = operation_of(node), inputs_of(node)
         if name not in ELEMENTWISE:
             continue
         if name in BROADCASTING and any(_is_squared(node, item) for item in inputs):
@@ -692,14 +610,14 @@ def _is_broadcast(root: Any) -> bool:
 
 def _is_squared(outer: Any, inner: Any) -> bool:
     """Return whether a vector of N elements becomes a matrix of N × N."""
-    result, argument = _output(outer)[0], _output(inner)[0]
+    result, argument = output_of(outer)[0], output_of(inner)[0]
     count = math.prod(argument)
     return count > 1 and argument in ((count,), (count, 1), (1, count)) and result == (count, count)
 
 
 def _has_matrix(node: Any) -> bool:
     """Return whether a factor that an operation has saved has several rows and several columns."""
-    factors = [_saved(node, argument) for argument in ("self", "other")]
+    factors = [saved_value(node, argument) for argument in ("self", "other")]
     return any(isinstance(item, Tensor) and item.ndim == 2 and min(item.shape) > 1 for item in factors)
 
 
@@ -710,7 +628,7 @@ def _model_facts(root: Any, path: list[Any], names: list[str]) -> dict[str, Any]
     """
     targets, nodes = _saved_targets(path, names), [*_all_nodes(root)]
     found = [looks_ahead for node in nodes if (looks_ahead := _looks_ahead(node)) is not None]
-    rows = next((shape[0] for node in path if (shape := _output(node)[0])), 0)
+    rows = next((shape[0] for node in path if (shape := output_of(node)[0])), 0)
     return {
         "normalises_inputs": any(map(_normalises_inputs, nodes)),
         "attention_count": len(found),
@@ -724,14 +642,14 @@ def _model_facts(root: Any, path: list[Any], names: list[str]) -> dict[str, Any]
 
 def _is_softmax_over(node: Any, rows: int) -> bool:
     """Return whether a softmax runs over the rows of the loss; not if another dimension has as many elements."""
-    shape = _output(node)[0]
-    is_over_first = _saved_integer(node, "dim") in (0, -len(shape))
+    shape = output_of(node)[0]
+    is_over_first = saved_integer(node, "dim") in (0, -len(shape))
     return rows > 1 and len(shape) > 1 and is_over_first and shape[0] == rows and rows not in shape[1:]
 
 
 def _reads(node: Any, targets: Tensor) -> bool:
     """Return whether an embedding looks up all targets, in their order."""
-    indices = _saved(node, "indices")
+    indices = saved_value(node, "indices")
     if not isinstance(indices, Tensor) or indices.device.type != "cpu" or indices.numel() != targets.numel():
         return False
     first, second = indices.flatten(), targets.flatten()
@@ -743,16 +661,16 @@ def _normalises_inputs(node: Any) -> bool:
     """Return whether a node normalises the inputs of the model, or a linear function of them."""
     if not operation_of(node).endswith(NORMS):
         return False
-    values = [_without_views(item) for item in _inputs(node)]
+    values = [without_views(item) for item in inputs_of(node)]
     return all(_is_parameter(item) or _is_layer_of_inputs(item) for item in values)
 
 
 def _is_layer_of_inputs(node: Any) -> bool:
-    return operation_of(node) in ("Addmm", "Mm", "Convolution") and all(map(_is_parameter, _inputs(node)))
+    return operation_of(node) in ("Addmm", "Mm", "Convolution") and all(map(_is_parameter, inputs_of(node)))
 
 
 def _is_parameter(node: Any) -> bool:
-    return operation_of(_without_views(node)).endswith("AccumulateGrad")
+    return operation_of(without_views(node)).endswith("AccumulateGrad")
 
 
 def _all_nodes(root: Any) -> Iterator[Any]:
@@ -761,7 +679,7 @@ def _all_nodes(root: Any) -> Iterator[Any]:
     while waiting:
         node = waiting.pop()
         yield node
-        new = [item for item in _inputs(node) if item not in seen]
+        new = [item for item in inputs_of(node) if item not in seen]
         if len(seen) + len(new) > MOST_NODES_OF_MODEL:
             return
         seen.update(new)
@@ -775,10 +693,10 @@ def _looks_ahead(node: Any) -> bool | None:
     """
     if operation_of(node).startswith("ScaledDotProduct"):
         return _fused_looks_ahead(node)
-    shape = _output(node)[0]
+    shape = output_of(node)[0]
     if operation_of(node) not in ("Softmax", "SafeSoftmax") or len(shape) < 3 or shape[-1] != shape[-2]:
         return None
-    while len(inputs := _inputs(node)) == 1:
+    while len(inputs := inputs_of(node)) == 1:
         (node,) = inputs
         name = operation_of(node)
         if name == "Bmm":
@@ -789,22 +707,22 @@ def _looks_ahead(node: Any) -> bool | None:
 
 
 def _fused_looks_ahead(node: Any) -> bool | None:
-    query, key = (_saved(node, argument) for argument in ("query", "key"))
+    query, key = (saved_value(node, argument) for argument in ("query", "key"))
     if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.shape[-2] != key.shape[-2]:
         return None
     if getattr(node, "_saved_is_causal", True):
         return False
-    mask = next((item for kind in ("mask", "bias") if (item := _saved(node, f"attn_{kind}")) is not None), None)
+    mask = next((item for kind in ("mask", "bias") if (item := saved_value(node, f"attn_{kind}")) is not None), None)
     return mask is None or _lets_see_ahead(mask)
 
 
 def _is_open_mask(node: Any, name: str) -> bool:
     """Return whether a node between scores and softmax is a mask through which positions see later ones."""
     if name == "MaskedFill":
-        return _lets_see_ahead(_saved(node, "mask"), allowed=False)
+        return _lets_see_ahead(saved_value(node, "mask"), allowed=False)
     # Of the two arguments of torch.where, the scores are the one with a gradient.
     are_first = node.next_functions[0][0] is not None
-    return name == "Where" and _lets_see_ahead(_saved(node, "condition"), allowed=are_first)
+    return name == "Where" and _lets_see_ahead(saved_value(node, "condition"), allowed=are_first)
 
 
 def _lets_see_ahead(mask: Any, *, allowed: bool = True) -> bool:

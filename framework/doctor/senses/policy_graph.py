@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .loss_graph import VIEWS, _inputs, _is_number, _output, _saved, operation_of
+from .autograd_nodes import VIEWS, inputs_of, is_number, operation_of, output_of, saved_value
 
 MOST_NODES = 512
 """Nodes visited in the search for terms."""
@@ -134,7 +134,7 @@ def _visited(place: _Place, terms: PolicyTerms) -> Sequence[_Place]:
         terms.regressed += _regressed(node)
         return ()
     if name in ("LogSigmoid", "Softplus"):
-        values = _saved(node, "self")
+        values = saved_value(node, "self")
         if isinstance(values, Tensor) and terms.preferences is None and _is_preference(node):
             terms.preferences = values.detach() if name == "LogSigmoid" else -values.detach()
         return ()
@@ -142,7 +142,7 @@ def _visited(place: _Place, terms: PolicyTerms) -> Sequence[_Place]:
         return _noted_ratio(place, terms)
     found = log_probs_at(node)
     if found is not None:
-        is_new = _note_weighted(place, terms, found, _output(node)[0], -1 if name.startswith("NllLoss") else 1)
+        is_new = _note_weighted(place, terms, found, output_of(node)[0], -1 if name.startswith("NllLoss") else 1)
         if is_new and len(terms.log_probs) < MOST_PARTS:
             terms.log_probs.append(found)
         return ()
@@ -177,12 +177,12 @@ def _after_factor(place: _Place, terms: PolicyTerms, name: str) -> Sequence[_Pla
             return ()
         return [place.at(item, 0) for item in inputs]
     if name == "Div" and (len(inputs) < 2 or inputs[1] is None):
-        return [place.at(inputs[0], _sign_of(_saved(node, "other")))]
+        return [place.at(inputs[0], _sign_of(saved_value(node, "other")))]
     factor = _constant_factor(node, name)
     following = next((item for item in inputs if item is not None), None)
     if not isinstance(factor, Tensor):
         return [place.at(following)]
-    if _is_number(factor) or factor.numel() == 1:
+    if is_number(factor) or factor.numel() == 1:
         return [replace(place.at(following, _sign_of(factor)), factors=(*place.factors, factor))]
     return [replace(place.at(following), factors=(*place.factors, factor))]
 
@@ -191,7 +191,7 @@ def _constant_factor(node: Any, name: str) -> Any:
     names = ("self", "tensor") if name == "Dot" else ("self", "other")
     inputs = [item for item, _ in node.next_functions]
     is_first = inputs[0] is None  # autograd saves the argument whose counterpart has a gradient
-    return _saved(node, names[0] if is_first else names[1])
+    return saved_value(node, names[0] if is_first else names[1])
 
 
 def _sign_of(value: Any) -> int:
@@ -205,7 +205,7 @@ def _sign_of(value: Any) -> int:
 
 def _noted_ratio(place: _Place, terms: PolicyTerms) -> Sequence[_Place]:
     """Note exp(new − old), the ratio of two probabilities, or exp(reference − new)."""
-    values, difference = _saved(place.node, "result"), _difference(place.node)
+    values, difference = saved_value(place.node, "result"), _difference(place.node)
     if not isinstance(values, Tensor) or difference is None:
         return ()
     first, second = [item for item, _ in difference.next_functions][:2]
@@ -224,7 +224,7 @@ def _noted_ratio(place: _Place, terms: PolicyTerms) -> Sequence[_Place]:
 def _difference(node: Any) -> Any:
     """Return the difference of new and constant log-probabilities whose exponential, or that of its mean, a node is."""
     for _ in range(8):
-        inputs = _inputs(node)
+        inputs = inputs_of(node)
         if len(inputs) != 1:
             return None
         if operation_of(node) == "Sub" and len(node.next_functions) == 2:
@@ -275,7 +275,7 @@ def log_probs_at(node: Any) -> LogProbs | None:
 
 def _log_probs_at(node: Any) -> LogProbs | None:
     name = operation_of(node)
-    count = math.prod(_output(node)[0])
+    count = math.prod(output_of(node)[0])
     if name in ("NllLoss", "NllLoss2D"):
         is_vector = getattr(node, "_saved_reduction", 1) == 0
         return LogProbs(count, _saved_tensor(node, "self"), may_be_classes=True) if is_vector else None
@@ -299,15 +299,15 @@ def _first_log_probs(node: Any) -> LogProbs | None:
         if (found := log_probs_at(node)) is not None:
             return found
         if operation_of(node) in PASSED | {"Neg", "Sub", "Mul", "Div"}:
-            waiting += _inputs(node)
+            waiting += inputs_of(node)
     return None
 
 
 def _source(node: Any) -> Any:
     """Return the first node behind this one and views."""
-    inputs = _inputs(node)
+    inputs = inputs_of(node)
     while len(inputs) == 1 and operation_of(inputs[0]) in VIEWS:
-        inputs = _inputs(inputs[0])
+        inputs = inputs_of(inputs[0])
     return inputs[0] if len(inputs) == 1 else None
 
 
@@ -325,8 +325,8 @@ def _of_categorical(node: Any, count: int) -> LogProbs | None:
 
 def _of_picked_probabilities(node: Any, count: int) -> LogProbs | None:
     """Return log(softmax(logits)[actions])."""
-    picked = _inputs(node)[0]
-    while operation_of(picked) in VIEWS - {"Index", "IndexSelect"} and len(inputs := _inputs(picked)) == 1:
+    picked = inputs_of(node)[0]
+    while operation_of(picked) in VIEWS - {"Index", "IndexSelect"} and len(inputs := inputs_of(picked)) == 1:
         (picked,) = inputs
     source = _source(picked) if operation_of(picked) in PICKS else None
     if source is None or operation_of(source) not in ("Softmax", "Div"):
@@ -337,7 +337,7 @@ def _of_picked_probabilities(node: Any, count: int) -> LogProbs | None:
 
 def _of_picked_logits(node: Any, count: int) -> LogProbs | None:
     """Return log-probabilities that are picked logits − logsumexp(logits)."""
-    inputs = _inputs(node)
+    inputs = inputs_of(node)
     if len(inputs) != 2 or operation_of(_without_views(inputs[0])) not in PICKS:
         return None
     normaliser = _logsumexp_of(node)
@@ -346,12 +346,12 @@ def _of_picked_logits(node: Any, count: int) -> LogProbs | None:
 
 def _logsumexp_of(node: Any) -> Any:
     """Return the logsumexp that a difference subtracts."""
-    inputs = _inputs(node)
+    inputs = inputs_of(node)
     if len(inputs) != 2:
         return None
     found = _without_views(inputs[1])
     if operation_of(found) == "Stack":
-        found = _without_views(_inputs(found)[0])
+        found = _without_views(inputs_of(found)[0])
     return found if operation_of(found) == "Logsumexp" else None
 
 
@@ -366,7 +366,7 @@ def _of_normal(node: Any, count: int) -> LogProbs | None:
     """Return those of ``Normal.log_prob(value)``, −(value − mean)²/2σ² − log σ − …, of a constant value."""
     scale = None
     for _ in range(3):
-        inputs = _inputs(node)
+        inputs = inputs_of(node)
         logs = [item for item in inputs if operation_of(_without_views(item)) == "Log"]
         if logs:
             scale = _saved_tensor(_without_views(logs[0]), "self")
@@ -377,8 +377,8 @@ def _of_normal(node: Any, count: int) -> LogProbs | None:
     for name in ("Div", "Neg", "Pow"):
         if operation_of(node) != name:
             return None
-        node = _inputs(node)[0]
-    is_constant = len(_inputs(node)) == 1  # a reparametrised value has a gradient, too
+        node = inputs_of(node)[0]
+    is_constant = len(inputs_of(node)) == 1  # a reparametrised value has a gradient, too
     return LogProbs(count, scale=scale) if operation_of(node) in ("Sub", "Rsub") and is_constant else None
 
 
@@ -391,7 +391,7 @@ def _is_entropy(inputs: Sequence[Any]) -> bool:
 def _is_preference(node: Any) -> bool:
     """Return whether a log-sigmoid gets a difference of log-probabilities, and not an output of the model."""
     for _ in range(6):
-        inputs = _inputs(node)
+        inputs = inputs_of(node)
         if operation_of(node) in ("Sub", "Rsub") and len(inputs) >= 1:
             return any(_first_log_probs(item) is not None for item in inputs)
         if not inputs:
@@ -419,7 +419,7 @@ def _regressed(node: Any) -> Iterator[Regressed]:
 
 def _has_pick(node: Any) -> bool:
     """Return whether views before a node contain the choice of one action."""
-    while len(inputs := _inputs(node)) == 1 and operation_of(node) in VIEWS | PICKS:
+    while len(inputs := inputs_of(node)) == 1 and operation_of(node) in VIEWS | PICKS:
         if operation_of(node) in PICKS - {"Select"}:
             return True
         (node,) = inputs
@@ -445,13 +445,13 @@ def _observations(node: Any) -> Tensor | None:
 
 
 def _without_views(node: Any) -> Any:
-    while operation_of(node) in VIEWS - {"Index", "IndexSelect", "Select"} and len(inputs := _inputs(node)) == 1:
+    while operation_of(node) in VIEWS - {"Index", "IndexSelect", "Select"} and len(inputs := inputs_of(node)) == 1:
         (node,) = inputs
     return node
 
 
 def _saved_tensor(node: Any, argument: str) -> Tensor | None:
-    value = _saved(node, argument)
+    value = saved_value(node, argument)
     return value.detach() if isinstance(value, Tensor) else None
 
 

@@ -821,6 +821,15 @@ def test_targets_that_are_no_probabilities(total: float, expected: bool) -> None
     assert ("targets-not-probabilities" in severities(regression({"soft_target_sum": total}))) is expected
 
 
+@pytest.mark.parametrize(("classes", "loss"), [(0, "divergence"), (10, "cross-entropy")])
+def test_finding_names_the_loss_of_such_targets(classes: int, loss: str) -> None:
+    """The targets of a divergence may be logarithms, or lack them, which is repaired in another way."""
+    found = diagnose(regression({"soft_target_sum": 7.0, "class_count": classes})).findings
+    (reported,) = [item for item in found if item.id == "targets-not-probabilities"]
+    assert reported.why.startswith(f"The {loss} gets targets")
+    assert ("kl_div" in reported.next) is (loss == "divergence")
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
