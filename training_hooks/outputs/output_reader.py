@@ -87,12 +87,15 @@ class OutputReader:
         self._uses_batch = bool(self._source)
         self.problem = ""
         """Why calls of the step cannot be read; empty if all were read."""
+        self.lacks_targets = False
+        """Whether a call has no logits, or neither its arguments nor the batch have their targets."""
 
     def read(self, call: ForwardCall) -> Reading | None:
         """Return the logits and targets of a call, or ``None`` with :attr:`problem` set."""
         self._calls += 1
         logits, are_named = find_logits(call.output)
         if logits is None:
+            self.lacks_targets = True
             self.problem = (
                 f"the output of {self._place} ({_kind(call.output)}) has no logits, as with a fused loss, which "
                 "computes none, or a regression; switch the fused loss off, or name the module whose output is the "
@@ -114,6 +117,7 @@ class OutputReader:
             return Reading(*aligned, tags)
         is_other = isinstance(labels, Tensor)  # targets that are no classes, as of a regression
         if self._needs_targets or is_other or not (are_named or self.module):
+            self.lacks_targets |= taken is not None
             self.problem = (
                 f"the logits of {self._place}, of shape {tuple(logits.shape)}, have no known targets: "
                 f"{_described(labels)}; name the targets among the model's arguments or in the batch with "

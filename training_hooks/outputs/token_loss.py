@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
+from loopscope.doctor.senses import token_likelihoods
 from loopscope.errors import UsageError, require
-from loopscope.hooks import ForwardCall, ForwardTap, Metrics, RunInfo, Tap
+from loopscope.hooks import BackwardContext, ForwardCall, ForwardTap, Metrics, RunInfo, Tap
 from loopscope.tensors import unsharded
 from torch import Tensor, nn
 
@@ -85,6 +86,11 @@ def sums_by_group(losses: Tensor, groups: Tensor, counts: Tensor, number: int) -
     return torch.stack([torch.stack(sums), torch.stack([mask.sum() for mask in masks]).double()])
 
 
+def positions_of(targets: Tensor) -> Tensor | None:
+    """Return the position of each target, shape (rows, positions); ``None`` for targets of another shape."""
+    return torch.arange(targets.shape[-1], device=targets.device).expand_as(targets) if targets.ndim == 2 else None
+
+
 @dataclass(frozen=True)
 class TokenCall:
     """The losses of one call: loss, target and position of each token, and the source tags."""
@@ -98,9 +104,7 @@ class TokenCall:
     @classmethod
     def of(cls, logits: Tensor, targets: Tensor, tags: Any) -> "TokenCall":
         """Return the losses of a call."""
-        is_sequence = targets.ndim == 2
-        positions = torch.arange(targets.shape[-1], device=targets.device).expand_as(targets) if is_sequence else None
-        return cls(token_losses(logits, targets), targets, positions, logits.shape[-1], tags)
+        return cls(token_losses(logits, targets), targets, positions_of(targets), logits.shape[-1], tags)
 
     def by_tag(self) -> tuple[list[Any], Tensor]:
         """Return the tags of rows, or of tokens, and the sums of their losses and tokens, shape (2, tags), float64.
@@ -127,9 +131,11 @@ class TokenLoss(TrainingHook):
     """Measure the loss of the tokens of a step by position, by frequency of the token, and by source.
 
     The loss is the cross-entropy of the logits of the training's own forward passes with their targets. Logits and
-    targets are found as by `output_logits`; targets equal to ``ignore_index``, or no class, do not count. The sums of
-    losses and tokens are added up over micro-batches and ranks, so every value is a mean over tokens. The logits are
-    converted to float32 in blocks, so no second copy of them exists.
+    targets are found as by `output_logits`; targets equal to ``ignore_index``, or no class, do not count. Where neither
+    the model's arguments nor the batch have targets, those of the loss count, with the log-probabilities that
+    ``cross_entropy`` or ``nll_loss`` has saved in its graph, of several the first, unless ``labels``, ``module`` or
+    ``source`` is given. The sums of losses and tokens are added up over micro-batches and ranks, so every value is a
+    mean over tokens. The logits are converted to float32 in blocks, so no second copy of them exists.
 
     Positions are counted from 0 for the first token that predicts, in bins that double. In-context learning shows as a
     fall with the position (arXiv 2209.11895). For the frequencies, the hook counts the targets of all measured steps so
@@ -207,6 +213,8 @@ class TokenLoss(TrainingHook):
         self._budget = SeriesBudget(self.name, self.names, self.top, self.bottom)
         self._run: RunInfo | None = None
         self._calls: list[TokenCall] = []
+        self._of_graph: dict[int, TokenCall | None] = {}
+        """The losses of the targets in the graph of each backward pass, if the calls have no targets."""
 
     @classmethod
     def file_names(cls, strategy: str) -> Sequence[str]:
@@ -228,20 +236,36 @@ class TokenLoss(TrainingHook):
         if reading is not None and reading.targets is not None:
             self._calls.append(TokenCall.of(reading.logits, reading.targets, reading.tags))
 
+    def before_backward(self, ctx: BackwardContext) -> None:
+        """Read the targets of the loss if its calls have none."""
+        if not ctx.is_due or not self._reader.lacks_targets or self.labels or self.module or self.source:
+            return
+        found = token_likelihoods(ctx.loss, is_scaled=ctx.is_scaled)
+        self._of_graph[ctx.index] = (
+            None
+            if found is None
+            else TokenCall(found.losses, found.targets, positions_of(found.targets), found.classes, None)
+        )
+
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Clear the losses at PRE_STEP; at POST_BACKWARD return the measures of the step."""
         if ctx.hook_point is HookPoint.PRE_STEP:
             self._reader.begin_step(ctx.batch_data)
             self._calls.clear()
+            self._of_graph.clear()
             return {}
         ctx.ranks.join()
         self._reader.finish_step()
+        of_graph = [call for call in self._of_graph.values() if call is not None]
+        if of_graph and len(of_graph) == len(self._of_graph) == max(self._of_graph) + 1:  # of every pass of the step
+            self._calls, self._reader.problem = of_graph, ""
         if ctx.ranks.agree(bool(self._reader.problem)):
             self._reader.report_problem()
             return {}
         metrics = self._measure(ctx)
         self._reader.begin_step(None)
         self._calls.clear()
+        self._of_graph.clear()
         return metrics
 
     def _measure(self, ctx: RunDataContext) -> dict[str, Any]:

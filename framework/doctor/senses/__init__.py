@@ -8,6 +8,7 @@ from .evaluation_dropout import EvaluationDropout
 from .evaluation_modes import EvaluationModes
 from .loss_graph import last_divisor, reaches
 from .policy_graph import MOST_PARTS, LogProbs, PolicyTerms, Regressed, Weighted, policy_terms, sampled_rows
+from .target_losses import token_likelihoods
 
 __all__ = [
     "EPISODES",
@@ -26,5 +27,6 @@ __all__ = [
     "policy_terms",
     "reaches",
     "sampled_rows",
+    "token_likelihoods",
     "variables_with",
 ]

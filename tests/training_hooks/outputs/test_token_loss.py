@@ -25,6 +25,7 @@ from tests.support import differences
 from tests.training_hooks.outputs.output_runs import (
     CASES,
     VOCABULARY,
+    Tagger,
     case,
     cases,
     drawn,
@@ -117,6 +118,48 @@ def test_weighted_labels_leave_the_difference():
     found, _ = trained(model, [TokenLoss(interval=1)], smoothed, batch)
     expected = smoothed(case("lstm")[0], batch) - pair_loss(case("lstm")[0], batch)
     assert found[1]["unexplained"] == pytest.approx(expected.item(), rel=1e-3)
+
+
+# Targets that only the loss gets
+
+
+class Tags(Tagger):
+    """The same classifier, whose output is no tensor of logits."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        return {"tags": super().forward(tokens)}
+
+
+def loss_of_named(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss of a batch whose names are unusual, so that only the graph of the loss has the targets."""
+    output = model(batch["rows"])
+    tags = output["tags"] if isinstance(output, dict) else output
+    if tags.shape[:-1] == batch["wanted"].shape:
+        return functional.cross_entropy(tags.flatten(0, -2), batch["wanted"].flatten())
+    return functional.cross_entropy(tags, batch["wanted"])
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(("name", "parts"), [("lstm", 1), ("lstm", 3), ("segmenter", 1), ("tags", 1)])
+def test_targets_are_read_from_the_loss(name, parts):
+    """The measures are those of a run that finds logits and targets itself."""
+    plain = "lstm" if name == "tags" else name
+    model, _, (rows, labels) = case(plain)
+    if name == "tags":
+        torch.manual_seed(0)
+        model = Tags()
+    hook, batch = TokenLoss(interval=1), {"rows": rows, "wanted": labels}
+    found = trained(model, [hook], loss_of_named, batch, accumulation_steps=parts)[0][1]
+    assert found == pytest.approx(measured(plain, accumulation_steps=parts), rel=1e-5, abs=1e-6)
+
+
+def test_named_labels_are_not_replaced_by_those_of_the_loss():
+    model, _, (rows, labels) = case("segmenter")
+    with pytest.warns(RunNotice, match="have no known targets"):
+        found, _ = trained(
+            model, [TokenLoss(interval=1, labels="absent")], loss_of_named, {"rows": rows, "wanted": labels}
+        )
+    assert found[1] == {}
 
 
 # Steps without a measurement
