@@ -39,6 +39,7 @@ from ..training import Ranks
 from .attach import attach
 from .attached_loop import END_OF_PROCESS, close_open_runs, is_attached, parameters_of
 from .forward_arguments import arguments_of
+from .observed_optimizer import are_referred, observe_steps
 from .reported_numbers import numbers_of_call
 from .scope import AttachedScope, Scope
 from .waiting_optimizers import WaitingOptimizers
@@ -285,7 +286,7 @@ class WatchedProcess:
         referred = referred_by_callers() if earlier else set()
         for scope in earlier:
             optimizers = scope.optimizers
-            if any(id(item) in referred for item in optimizers):
+            if are_referred(optimizers, referred):
                 continue
             self._end(scope)
             for item in optimizers:
@@ -406,6 +407,12 @@ def _process() -> WatchedProcess:
 def on_optimizer(optimizer: Optimizer) -> None:
     """Note an optimizer that the script has created."""
     _process().wait_for(optimizer)
+
+
+def on_other_optimizer(optimizer: Any) -> None:
+    """Note an optimizer of another library, which laws, that repeat steps, cannot be tried with."""
+    if ALONE not in os.environ and not is_in_visit():
+        observe_steps(optimizer)
 
 
 def on_trainer(trainer: Any) -> None:

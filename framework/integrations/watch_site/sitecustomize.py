@@ -16,6 +16,8 @@ from typing import Any
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _OPTIMIZERS = "torch.optim.optimizer"
+_CREATED = {_OPTIMIZERS: "on_optimizer", "fastai.optimizer": "on_other_optimizer"}
+"""What reports that a class ``Optimizer`` has an instance, by the module of the class."""
 _GROUPS = "torch.distributed.distributed_c10d"
 _MODULES = "torch.nn.modules.module"
 _NOTES_ARGUMENTS = "LOOPSCOPE_WATCH_ALONE" in os.environ
@@ -75,10 +77,10 @@ def _on_import(module: Any) -> None:
     name = module.__name__
     if name in _SEEDING:
         _with_shifted_seeds(module, _SHIFT)
-    elif name == _OPTIMIZERS:
-        if _SHIFT:
+    elif name in _CREATED:
+        if _SHIFT and name == _OPTIMIZERS:
             _shift_generators(sys.modules["torch"], _SHIFT)
-        _after(module.Optimizer, "__init__", lambda optimizer, *_: _tell("on_optimizer", optimizer))
+        _after(module.Optimizer, "__init__", lambda optimizer, *_: _tell(_CREATED[name], optimizer))
     elif name == _MODULES:
         _note_arguments(module.Module)
     elif name == _GROUPS:
@@ -219,7 +221,7 @@ class _Finder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         is_seeding = name in _SEEDING and _SHIFT
         is_noted = name == _MODULES and _NOTES_ARGUMENTS
-        is_known = name in (_OPTIMIZERS, _GROUPS) or name in (*_TRAINERS, *_REPORTS, *_ENVIRONMENTS)
+        is_known = name == _GROUPS or name in (*_CREATED, *_TRAINERS, *_REPORTS, *_ENVIRONMENTS)
         if not (is_known or is_seeding or is_noted):
             return None
         for finder in sys.meta_path:
@@ -289,8 +291,8 @@ def _say_if_nothing_started() -> None:
         return
     if is_empty:
         sys.stderr.write(
-            "loopscope watch: no step of an optimizer of torch was seen, so nothing is recorded; other optimizers, "
-            "such as fastai's own, are not noticed.\n"
+            "loopscope watch: no step of an optimizer of torch was seen, so nothing is recorded; optimizers of other "
+            "kinds are not noticed, apart from fastai's.\n"
         )
 
 

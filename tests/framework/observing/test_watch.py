@@ -123,6 +123,31 @@ def test_interrupted_training_ends_as_alone(tmp_path: Path, moment: str) -> None
         assert (summary(tmp_path)["status"], summary(tmp_path)["steps"]) == ("interrupted", 4)
 
 
+@pytest.mark.slow
+def test_optimizers_of_fastai_are_noticed(tmp_path: Path) -> None:
+    """By the module of their class, here a package with the layout of fastai's."""
+    package = tmp_path / "fastai"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "optimizer.py").write_text(
+        "import torch\n\n\nclass Optimizer:\n"
+        "    def __init__(self, parameters, lr):\n"
+        "        self.inner = [*parameters]\n"
+        "        self.lr = lr\n\n"
+        "    @property\n    def param_groups(self):\n        return [{'params': self.inner, 'lr': self.lr}]\n\n"
+        "    def zero_grad(self):\n        for item in self.inner:\n            item.grad = None\n\n"
+        "    @torch.no_grad()\n    def step(self):\n"
+        "        for item in self.inner:\n            item.sub_(item.grad, alpha=self.lr)\n"
+    )
+    text = TRAINING.replace("torch.optim.AdamW", "Optimizer").replace(
+        "import sys, torch", "import sys, torch\nfrom fastai.optimizer import Optimizer"
+    )
+    alone = run(tmp_path, sys.executable, script(tmp_path, text=text), watched=False)
+    watched = run(tmp_path, sys.executable, script(tmp_path, text=text))
+    assert alone.stdout == watched.stdout
+    assert summary(tmp_path)["steps"] == 6
+
+
 def test_training_stops_after_some_steps(tmp_path: Path) -> None:
     watched = run(tmp_path, "--stop-after", "3", "--", sys.executable, script(tmp_path))
     assert (watched.returncode, watched.stdout) == (0, "")

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import sys
 import warnings
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from typing import Any
 import loopscope
 import pytest
 import torch
+from loopscope.errors import UsageError
 from loopscope.integrations import attached_loop
 from loopscope.integrations.attached_loop import close_open_runs
+from loopscope.integrations.observed_optimizer import observe_steps
 from loopscope.integrations.watched_process import WatchedProcess
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -178,6 +181,56 @@ def test_failure_to_begin_never_reaches_the_loop(
         step(model, optimizer)
     assert capsys.readouterr().err.count("continue without loopscope") == 1
     assert watched.steps() == []
+
+
+class Momentum:
+    """Gradient descent with momentum by an object that is no optimizer of torch, as fastai has them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.options, self.parameters = {"lr": 0.01}, [*model.parameters()]
+        self.moments = [torch.zeros_like(item) for item in self.parameters]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [{"params": self.parameters, **self.options}]
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, moment in zip(self.parameters, self.moments, strict=True):
+            parameter.sub_(moment.mul_(0.9).add_(parameter.grad), alpha=self.options["lr"])
+
+
+def test_optimizers_of_other_kinds_are_recorded(watched: Watched, tmp_path: Path) -> None:
+    """Steps, losses and learning rates are recorded, the weights are those alone, and copies are as before."""
+    weights, losses = [], list[float]()
+    for is_watched in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = Momentum(model)
+        if is_watched:
+            watched.process.wait_for(observe_steps(optimizer))
+        losses = []
+        for number in range(5):
+            optimizer.options["lr"] = 0.01 * (number + 1)
+            losses.append(step(model, optimizer))
+        weights.append(torch.cat([item.detach().flatten() for item in model.parameters()]))
+        assert pickle.loads(pickle.dumps(optimizer)).options == copy.deepcopy(optimizer).options == {"lr": 0.05}
+    assert torch.equal(*weights)
+    assert watched.steps() == [5]
+    assert watched.losses() == [losses]
+    rates = loopscope.read_run(tmp_path / "run").frame("training_metrics/lr").to_numpy().flatten().tolist()
+    assert rates == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05])
+
+
+def test_steps_of_other_kinds_are_not_repeated() -> None:
+    """A hook that would step the optimizer does not know all of its state."""
+    optimizer = Momentum(nn.Linear(4, 1))
+    with pytest.raises(UsageError, match=r"The state of .*Momentum is not known, so its steps cannot be repeated"):
+        observe_steps(optimizer).step()
 
 
 @pytest.mark.compile
