@@ -32,7 +32,7 @@ def drawing(ctx) -> None:
     torch.rand(3), random.random(), random.gauss(0, 1), np.random.standard_normal()
 
 
-@pytest.mark.some_rows(3)
+@pytest.mark.some_rows(6)
 @pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("model", ["batchnorm_mlp", "tied"])
 @pytest.mark.parametrize("loop", LOOPS)
@@ -53,6 +53,7 @@ def test_snapshot_frequency_preserves_final_bytes(loop):
     assert differing_finals(Case(loop=loop), {}, *variants) == []
 
 
+@pytest.mark.slow_rows("step")
 @pytest.mark.guarantee("monitoring-changes-nothing")
 @pytest.mark.parametrize("loop", LOOPS)
 @own_process

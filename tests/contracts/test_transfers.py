@@ -14,6 +14,7 @@ EPOCHS = [case for case in CASES if (case.optimizer, case.loop) == ("adamw_forea
 MEASURED = {"train_loss": 1.0, "val_loss": 1.0, "train_acc": 0.5, "val_acc": 0.5}
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("case", EPOCHS, ids=str)
 @pytest.mark.parametrize("name", OBSERVERS)
 def test_observer_call_reads_device_at_most_once(name, case):

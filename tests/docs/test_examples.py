@@ -64,12 +64,14 @@ def assert_equal_without_loopscope(name: str, model: str, folder: Path) -> set[s
     return {metric for line in record.read_text().splitlines() for metric in json.loads(line)}
 
 
+@pytest.mark.slow
 @own_process
 def test_nanogpt_keeps_its_weights(tmp_path: Path) -> None:
     metrics = assert_equal_without_loopscope("nanogpt.py", "model", tmp_path)
     assert {"training_metrics/evaluation", "gradient_flow/gain/blocks.1"} <= metrics
 
 
+@pytest.mark.slow
 @pytest.mark.trainer
 @own_process
 def test_hugging_face_keeps_its_weights(tmp_path: Path) -> None:

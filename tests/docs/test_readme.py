@@ -61,6 +61,7 @@ def test_readme_fits_on_one_screen() -> None:
     assert len(lines) <= 75
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_first_sample_matches_output_of_make_run(tmp_path: Path, monkeypatch, capsys) -> None:
     """Compare the columns, the form of the second-last line and the path of the report.

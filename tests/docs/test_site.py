@@ -26,7 +26,7 @@ DRIVER = shutil.which("chromedriver")
 FETCHED = re.compile(r"""<(?!a\b)\w+[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>""")
 
 
-pytestmark = pytest.mark.process  # the site is built in a process
+pytestmark = [pytest.mark.process, pytest.mark.slow]  # the site is built in a process
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ QUICK_HEALTHY = (
 )
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.longer
 @pytest.mark.parametrize("name", QUICK_FAULTS)
 def test_planted_cause_is_the_first_finding(name: str, tmp_path: Path) -> None:
@@ -43,6 +44,7 @@ def test_planted_cause_is_the_first_finding(name: str, tmp_path: Path) -> None:
     assert result_of(CASES[name], diagnosis) == "first", str(diagnosis)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.longer
 @pytest.mark.parametrize("name", QUICK_HEALTHY)
 def test_healthy_training_has_no_warning(name: str, tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_tests_are_part_of_the_json(tmp_path, capsys):
     assert [item["change"] for item in tests][-2:] == ["half the learning rate", "a tenth of the learning rate"]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_run_resumes_bit_for_bit_after_tests(tmp_path):
     """Without its last files the run is tested and resumed; rows, weights and checkpoints are the same."""

@@ -92,6 +92,7 @@ def named(text: str) -> type[TrainingHook]:
     return Named
 
 
+@pytest.mark.some_rows(4)
 @pytest.mark.parametrize("mode", ["normal", "live", "silent", "none"])
 @pytest.mark.parametrize("terminal", [False, True])
 @settings(max_examples=8, deadline=None)

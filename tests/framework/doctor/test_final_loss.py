@@ -32,6 +32,7 @@ def trained(folder: Path, loop: str, steps: int, epochs: int = 1) -> tuple[dict,
     return json.loads((folder / "summary.json").read_text()), losses
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("loop", ["step", "epoch"])
 @pytest.mark.parametrize(("steps", "over", "count"), [(60, "last 6 steps", 6), (7, "last step", 1)])
 def test_final_loss_is_that_of_the_last_steps(loop, steps, over, count, tmp_path, capsys) -> None:

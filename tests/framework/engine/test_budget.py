@@ -217,6 +217,7 @@ def test_weights_do_not_depend_on_the_budget(clock: Clock) -> None:
     assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("later", "spacings"), [(STEP / 10, 1), (10 * STEP, -1)], ids=["faster", "slower"])
 def test_schedules_follow_the_training(clock: Clock, later: float, spacings: int) -> None:
     """Schedules become thinner once steps are faster, and denser once they are slower."""

@@ -79,6 +79,7 @@ def test_unended_manager_warns_about_lost_metrics() -> None:
         abandon_manager(end=False)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.longer
 @pytest.mark.parametrize("options", [{"end": True}, {"end": False, "sinks": False}])
 def test_manager_without_losses_does_not_warn(options, recwarn) -> None:

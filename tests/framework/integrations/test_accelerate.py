@@ -19,6 +19,7 @@ def record(out: Path, loop: Loop, /, **options: Any) -> list[str]:
     return (out / f"{out.name}.jsonl").read_text().splitlines()
 
 
+@pytest.mark.some_rows(4)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("counts", ["epoch", "step"])
 def test_hooks_report_the_same_as_without_accelerate(tmp_path, accumulate, counts):

@@ -82,6 +82,7 @@ def test_clipping_hook_matches_manual_clipping(tmp_path, accelerate, accumulate)
 # Float16
 
 
+@pytest.mark.some_rows(4)
 @pytest.mark.longer
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @matrix("half, hooks", HALVES, HOOKS)

@@ -71,6 +71,7 @@ bare_training = cache(train)
 """The same training for every group of hooks."""
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")

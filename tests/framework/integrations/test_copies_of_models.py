@@ -40,6 +40,7 @@ def outputs_of(model: nn.Module) -> Tensor:
         return model(INPUTS)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("group", ["health", "observers"])
 def test_models_can_be_pickled_within_the_loop(tmp_path: Path, group: str) -> None:
     """The pickle needs no loopscope, and gives the same outputs."""

@@ -265,6 +265,7 @@ def dropping(model: nn.Module, optimizer: Any, batch: Any, scope: Any) -> None:
 BAD = (torch.full((8, 4), torch.nan), DATA[0][1])
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.longer
 @pytest.mark.parametrize("places", [[0], [1, 1], [3], [6], [2, 2, 4], [0, 0, 6, 6]])
 @pytest.mark.parametrize("hook", ["hessian", "batch_rows", "norms"])

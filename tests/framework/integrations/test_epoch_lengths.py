@@ -69,6 +69,7 @@ class Changing(Callback):
         trainer.accumulate_grad_batches = self.counts[trainer.current_epoch > 0]
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("kind", ["scheduler", "callback"])
 @pytest.mark.parametrize("counts", [(1, 5), (5, 1), (1, 1)])
 def test_average_starts_at_share_of_real_steps(tmp_path: Path, kind: str, counts: tuple[int, int]) -> None:

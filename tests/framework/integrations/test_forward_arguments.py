@@ -58,6 +58,7 @@ def train(folder: Path, kind: str, call: Any = lambda model, inputs: model(input
     return scope
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ["tensors", "range", "none"])
 def test_missing_mask_is_found(kind: str, accumulate: int, tmp_path: Path) -> None:

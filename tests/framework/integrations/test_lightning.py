@@ -113,6 +113,7 @@ CASES = {
 }
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.trainer
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)

@@ -112,6 +112,7 @@ def misbehave(run_ctx: Any, model_ctx: Any) -> None:
     torch.randn(3)
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("kind", MODULES)
 def test_manual_optimisation_keeps_its_bits(tmp_path, kind):
@@ -120,6 +121,7 @@ def test_manual_optimisation_keeps_its_bits(tmp_path, kind):
     assert fit(kind, tmp_path, hooks=hooks).digests == fit(kind, tmp_path).digests
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize(("kind", "steps"), [("Gan", 12), ("Alternating", 12), ("Accumulating", 6)])
 def test_batch_with_updates_is_one_step(tmp_path, kind, steps):
     """Every point fires once for each batch, or each group of batches, in which the module steps optimizers."""

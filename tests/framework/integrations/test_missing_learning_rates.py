@@ -84,6 +84,7 @@ def values(scope: Scope) -> dict[str, Any]:
     return {name: value for name, value in scope.last_metrics().items() if isinstance(value, float)}
 
 
+@pytest.mark.some_rows(4)
 @pytest.mark.longer
 @pytest.mark.parametrize("name", [*MISSING, *NUMERIC])
 def test_every_hook_takes_odd_groups(name: str, tmp_path: Any) -> None:

@@ -47,6 +47,7 @@ def trained(folder: Path, optimizer: str = "SGD", *, lr: float, at: int = 3, tes
     return diagnosis, [item.clone() for item in tensors if isinstance(item, Tensor)], torch.get_rng_state()
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.longer
 @pytest.mark.guarantee("interventions-are-undone")
 @pytest.mark.parametrize(("optimizer", "lr"), [("SGD", 5.0), ("AdamW", 1.0)])

@@ -41,6 +41,7 @@ def hf_trace(folder: Path, *, test: bool) -> tuple[Any, Any]:
     return (trace.steps, torch.rand(3)), diagnosing.diagnosis
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("interventions-are-undone")
 def test_hugging_face_continues_bit_for_bit(tmp_path):
     """Weights, moments and random streams at every step are those of a training without tests."""

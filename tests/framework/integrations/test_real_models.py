@@ -94,6 +94,7 @@ def test_docs_table_lists_actual_outcomes() -> None:
     assert text in real_models.DATA.read_text(encoding="utf-8"), "docs/data/real-models.txt is stale: run make docs"
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @LANGUAGE
 def test_attention_entropies_match_model_attention_weights(name: str) -> None:

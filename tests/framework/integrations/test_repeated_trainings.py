@@ -111,6 +111,7 @@ def test_tuner_before_a_fit_leaves_one_run(tmp_path: Path) -> None:
     assert statuses(tmp_path) == {"run": "completed"}
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.filterwarnings("always::loopscope.errors.RunNotice")
 @pytest.mark.parametrize("place", ["another", "deleted", "of another run"])
 def test_checkpoint_resumes_into_a_new_record(tmp_path: Path, place: str, recwarn: Any) -> None:

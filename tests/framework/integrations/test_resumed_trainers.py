@@ -139,6 +139,7 @@ FITS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("settings", some_of(FITS, 3))
 def test_resumed_fit_has_the_numbers_of_lightning(tmp_path: Path, settings: str) -> None:
     """The checkpoint was made without hooks."""

@@ -57,6 +57,7 @@ def autocast() -> Any:
     return torch.autocast("cpu", torch.bfloat16)
 
 
+@pytest.mark.slow_rows("{'with_hooks': 'full'}")
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("options", [{"with_hooks": "full"}, {"hooks": ["hessian"]}, {"hooks": ["norms"]}], ids=str)
 def test_autocast_around_loop_keeps_its_cache(tmp_path: Any, options: Any) -> None:

@@ -107,6 +107,7 @@ def misbehave(run_ctx: Any, model_ctx: Any) -> None:
         torch.randn(3)
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.longer
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("order", ORDERS)

@@ -47,7 +47,7 @@ HOOKS = [["norms"], ["training_diagnostics"], ["loss_spikes"], ["weight_updates"
 CHOICES = [{"hooks": names} for names in HOOKS] + [{"with_hooks": "observers"}, {"with_hooks": "full"}]
 
 
-@pytest.mark.some_rows(2)
+@pytest.mark.some_rows(5)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("choice", CHOICES, ids=str)

@@ -30,6 +30,7 @@ class Counting(InOrder):
         super().log(logs | counts, *arguments, **options)
 
 
+@pytest.mark.slow
 def test_logs_of_trainers_count_no_passes_of_hooks(tmp_path: Any) -> None:
     def logs(hooks: Any) -> list[Any]:
         made = trainer(tmp_path / str(hooks), kind=Counting, logging_steps=1, num_train_epochs=1)

@@ -89,6 +89,7 @@ def train_alone(seed: int, folder: Path | None, group: str) -> Tensor:
     return net[0].weight.detach()
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("group", ["health", "observers"])
 def test_trainings_in_two_threads_are_independent(tmp_path: Path, group: str) -> None:

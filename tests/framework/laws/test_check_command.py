@@ -64,6 +64,7 @@ def test_broken_law_is_shown_and_counted(script: str, capfd: pytest.CaptureFixtu
     assert "weights" not in shown
 
 
+@pytest.mark.slow
 def test_continued_script_ends_with_its_own_weights(script: str) -> None:
     """The tries are rolled back: the sum of the weights has the same digits. Their optimizers are no trainings."""
     words = [sys.executable, script, "right"]

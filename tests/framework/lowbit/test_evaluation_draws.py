@@ -26,6 +26,7 @@ def losses(folder, recipe: str, *, evaluates: bool) -> list[float]:
     return found
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.longer
 @pytest.mark.parametrize("recipe", ["nvfp4", "e2m1/nvfp4/stochastic", "fp4_block"])
 def test_evaluations_of_a_run_move_no_rounding(recipe, tmp_path):

@@ -112,6 +112,7 @@ def interrupted(folder: Path, moment: str, *, watched: bool) -> tuple[int, str, 
     return process.returncode, output, errors.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [pytest.param("loading", marks=pytest.mark.slow), "training"])
 def test_interrupted_training_ends_as_alone(tmp_path: Path, moment: str) -> None:
     """Ctrl-C has the status, the output and the traceback of the script alone; the open step is in the record."""
@@ -154,6 +155,7 @@ def test_training_stops_after_some_steps(tmp_path: Path) -> None:
     assert summary(tmp_path)["steps"] == 3
 
 
+@pytest.mark.slow
 def test_training_continues_without_a_record(tmp_path: Path, output: str) -> None:
     """The folder of the record cannot be created, which is only noticed at the first step."""
     watched = run(tmp_path, "--out", "/proc/none/run", "--", sys.executable, script(tmp_path), *ARGUMENTS)
@@ -269,6 +271,7 @@ print([model() is None for model in models])
 """
 
 
+@pytest.mark.slow
 def test_models_of_ended_trials_are_freed(tmp_path: Path) -> None:
     watched = run(tmp_path, sys.executable, script(tmp_path, text=TRIALS))
     assert watched.stdout.split() == ["[True,", "True,", "False]"]  # the last run is open until the process ends
@@ -390,6 +393,7 @@ with loopscope.attach(model, optimizer, with_hooks="minimal", out="mine", displa
 """
 
 
+@pytest.mark.slow
 def test_scripts_that_attach_keep_their_record(tmp_path: Path) -> None:
     """The command leaves the training to the script, and reports it; verify names the cause, too."""
     watched = run(tmp_path, sys.executable, script(tmp_path, text=ATTACHING))

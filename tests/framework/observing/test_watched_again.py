@@ -27,6 +27,7 @@ def watched(folder: Path) -> Path:
     return folder / "loopscope-runs/run_0"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.guarantee("runs-can-be-verified")
 def test_watched_run_is_verified(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from tests.framework.laboratory.planted import explanation_of, session
 from tests.framework.report.pages import ReadPage, reported
 from tests.framework.report.plotted import curve_record
 
+pytestmark = pytest.mark.slow  # a run is trained, and a step of it explained
 BAD = "</script><script>alert(1)</script><b>"
 OPTIONS: dict[str, Any] = {"plant": "corrupted_row", "plant_step": 60, "steps": 62}
 
@@ -44,7 +45,6 @@ def section(page: ReadPage) -> str:
     return page.text.partition("Rewinds of")[2].partition("Time of a step")[0].partition("Environment of any run")[0]
 
 
-@pytest.mark.slow
 def test_page_lists_rewinds_by_first_step(explanation: Explanation, run: Path) -> None:
     """A repeated stretch and an explained step are shown with cause, branches and outlier rows."""
     page = reported(run)
@@ -61,7 +61,6 @@ def test_page_lists_rewinds_by_first_step(explanation: Explanation, run: Path) -
     assert "without the outlier rows" in explanation_text
 
 
-@pytest.mark.slow
 def test_rewind_curves_show_only_added_hooks(run: Path) -> None:
     """The stretch is a separate entry in the list of runs."""
     page = reported(run)
@@ -91,7 +90,6 @@ def test_page_without_rewinds_is_otherwise_equal(run: Path) -> None:
     assert page.text == text.replace(" plain, steps 55 to 58 again", "")  # in the legend
 
 
-@pytest.mark.longer
 def test_diverged_rewind_is_reported(run: Path) -> None:
     """The error of the stretch is shown as text."""
     folder = run / REWINDS / "steps_55_to_58"
@@ -115,7 +113,6 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.longer
 def test_damaged_explanation_is_reported(run: Path) -> None:
     intact = json.loads((run / REWINDS / "explained_step_60" / EXPLANATION).read_text())
     for step, (content, _) in enumerate(DAMAGE.values(), 100):
@@ -132,7 +129,6 @@ def test_damaged_explanation_is_reported(run: Path) -> None:
     assert page.text.count(", explained") == 1
 
 
-@pytest.mark.longer
 def test_unreadable_explanations_are_reported(run: Path) -> None:
     """A missing, an oversized and an endless file are each named, and the others are shown."""
     for step, name in enumerate(("huge", "endless", "missing")):
@@ -151,7 +147,6 @@ def test_unreadable_explanations_are_reported(run: Path) -> None:
     assert "Step 60, explained" in text
 
 
-@pytest.mark.longer
 def test_odd_explanation_texts_and_numbers_are_shown_safely(run: Path) -> None:
     """HTML is escaped, and rows with non-finite losses are sorted."""
     path = run / REWINDS / "explained_step_60" / EXPLANATION
@@ -177,7 +172,6 @@ def test_odd_explanation_texts_and_numbers_are_shown_safely(run: Path) -> None:
     assert f"place 0 1 inf {BAD}" in text
 
 
-@pytest.mark.longer
 def test_alerts_name_their_rows(tmp_path: Path) -> None:
     folder = curve_record(tmp_path, [1.0, 2.0])
     row_lists = [[17, 2600, 44, *range(29)], [5], [], "17", [1.5], None]

@@ -45,6 +45,7 @@ def final_weights(folder: Path) -> bytes:
     return contents(folder)["milestones/plain/plain_final.pt"]
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("step", [3, 8])
 def test_resumed_milestones_equal_the_whole_run(step: int, finished: Path, tmp_path: Path) -> None:
@@ -55,6 +56,7 @@ def test_resumed_milestones_equal_the_whole_run(step: int, finished: Path, tmp_p
     assert final_weights(tmp_path / "left") == final_weights(finished)
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.guarantee("runs-can-be-verified")
 @pytest.mark.parametrize("stretch", [StepRange(3, 6), StepRange(4, 9), StepRange(11, 12)], ids=["3", "4", "11"])
 def test_stretches_with_milestones_are_rewound(stretch: StepRange, finished: Path) -> None:

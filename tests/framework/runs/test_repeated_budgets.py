@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=[Small, SmallSteps])
+@pytest.fixture(scope="module", params=[Small, pytest.param(SmallSteps, marks=pytest.mark.slow)])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, type[Small]]:
     """Train a run whose hooks cost more than its steps, so that they are thinned after the first window."""
     folder = tmp_path_factory.mktemp("runs")

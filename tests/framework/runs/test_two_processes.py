@@ -33,6 +33,7 @@ def entries():
         yield
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.guarantee("one-writer-per-run")
 @pytest.mark.process
 @pytest.mark.parametrize("option", [None, "resume", "overwrite"])
@@ -47,6 +48,7 @@ def test_run_finished_by_another_process_is_kept(option: str | None, tmp_path: P
     assert read_json(folder / "small/plain/summary.json")["status"] == "completed"
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.process
 @pytest.mark.parametrize("option", ["resume", "overwrite"])
 def test_run_continued_by_another_process_is_kept(option: str, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ class Leaving(SpyHook):
 FOLDER: list[Any] = []
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.longer
 @pytest.mark.parametrize("point", [HookPoint.PRE_EPOCH, HookPoint.POST_STEP, HookPoint.SNAPSHOT])
 def test_experiment_keeps_its_folder(tmp_path, point):

@@ -121,6 +121,7 @@ def test_all_schedulers_of_torch_are_covered() -> None:
     assert {*classes} - {schedulers.LRScheduler} <= kinds
 
 
+@pytest.mark.some_rows(3)
 @each_row
 @pytest.mark.parametrize("stop", [1, 4])
 def test_resumed_schedule_equals_the_uninterrupted_one(make_optimizer, make_scheduler, stop, tmp_path: Path) -> None:
@@ -135,6 +136,7 @@ def test_resumed_schedule_equals_the_uninterrupted_one(make_optimizer, make_sche
     assert resumed.train(stop, TOTAL) == expected[stop:]
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.longer
 @each_row
 @pytest.mark.guarantee("interventions-are-undone")

@@ -94,6 +94,7 @@ class HalvingTap(ReadOnlyHook):
         return [GradientTap("blocks.1", "output", lambda gradient: gradient / 2, replaces=True)]
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.guarantee("every-training-mode")
 @pytest.mark.compile
 @pytest.mark.parametrize("case", LOOPS, ids=str)

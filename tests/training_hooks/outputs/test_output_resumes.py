@@ -16,6 +16,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.longer
 @pytest.mark.guarantee("resumed-runs-are-identical")
 @pytest.mark.parametrize("loop", LOOPS)

@@ -82,6 +82,7 @@ def test_skipped_steps_are_left_out(hook, tmp_path):
     assert all(isinstance(value, (int, float)) and math.isfinite(value) for value in plain), numbers
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("hook", "options", "metric", "steps"), SERIES)
 def test_no_pair_spans_a_skipped_step(hook, options, metric, steps, tmp_path):

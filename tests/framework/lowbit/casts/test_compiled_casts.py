@@ -272,6 +272,7 @@ def test_limit_comparison_is_exact(number_format):
             assert torch.equal(magnitude > limits_for(scales, limit), magnitude.double() > exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-25, 1e25])
 @pytest.mark.usefixtures("compiler")
 def test_sums_of_squares_stay_in_range(size, monkeypatch):
@@ -379,6 +380,7 @@ def test_bits_are_independent_of_torch_modes(monkeypatch):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_casts_inside_compiled_functions_match(monkeypatch):
     """A cast within torch.compile has the bits of the uncompiled cast."""
