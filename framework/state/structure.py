@@ -34,20 +34,19 @@ from .values import (
 
 OBJECTS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _SUBCLASSED = (*CONTAINERS, np.ndarray, *IMMUTABLE)
+_PLAIN = frozenset(CONTAINERS)
+"""The classes of containers without attributes."""
 _ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 
 
-class Structure:
-    """Containers reachable from some objects, their contents, and all tensors and objects with a native (C) state.
-
-    Restoring puts the same objects back into every container, and restores the class of every object. The identities
-    of tensors are restored by ``tensor_identity``, their bytes by ``guardian``.
-    """
+class ReachableObjects:
+    """Containers, tensors and objects that are reachable from some objects."""
 
     def __init__(self, roots: Iterable[Any], *, excluded: Container[int] = ()) -> None:
         """Walk from ``roots`` (objects, containers or tensors), except objects whose id is in ``excluded``."""
         self.tensors: list[Tensor] = []
         self.natives: list[Any] = []
+        """Objects with a native (C) state."""
         self.opaque: list[Any] = []
         """Objects whose state is out of reach."""
         self.seen: set[int] = set()
@@ -57,14 +56,6 @@ class Structure:
         self._sequences: list[Any] = []
         self._objects: list[Any] = []
         self._visit_all(roots)
-        self._empty = [container for container in (*self._tables, *self._sequences) if not values_of(container)]
-        self._empty_views = [*map(values_of, self._empty)]
-        self._tables = [table for table in self._tables if values_of(table)]
-        self._values, self._keys = [*map(values_of, self._tables)], [*map(keys_of, self._tables)]
-        self._sequences = [sequence for sequence in self._sequences if values_of(sequence)]
-        self._items = [*map(values_of, self._sequences)]
-        self._lengths, self._saved_contents = self._read_lengths(), self._read()
-        self._addresses = addresses(self._saved_contents)  # unique, since referenced objects are not freed
 
     def _visit_all(self, values: Iterable[Any]) -> None:
         seen, excluded = self.seen, self._excluded
@@ -116,7 +107,7 @@ class Structure:
             self._add_slots(value)
         else:
             self._visit_object(value)
-        if isinstance(value, _SUBCLASSED):
+        if type(value) not in _PLAIN and isinstance(value, _SUBCLASSED):
             self._visit_all((getattr(value, "__dict__", None),))
             self._add_slots(value)
         self._depth -= 1
@@ -148,6 +139,43 @@ class Structure:
         objects.append(value)
         self._visit_all(contents)
 
+    def of_kind(self, kind: type) -> list[Any]:
+        """Return the objects of a class."""
+        return [thing for thing in self._objects if isinstance(thing, kind)]
+
+
+class Structure(ReachableObjects):
+    """Reachable containers with their contents, and the classes of reachable objects.
+
+    Restoring puts the same objects back into every container, and restores the class of every object. The identities
+    of tensors are restored by ``tensor_identity``, their bytes by ``guardian``.
+    """
+
+    def __init__(self, roots: Iterable[Any], *, excluded: Container[int] = ()) -> None:
+        """Walk from ``roots``, and save what is found."""
+        super().__init__(roots, excluded=excluded)
+        tables, sequences, self._tables, self._sequences = self._tables, self._sequences, [], []
+        self._empty: list[Any] = []
+        self._empty_views: list[Any] = []
+        self._values, self._keys, self._items = list[Any](), list[Any](), list[Any]()
+        for table in tables:
+            if values := values_of(table):
+                self._tables.append(table)
+                self._values.append(values)
+                self._keys.append(keys_of(table))
+            else:
+                self._empty.append(table)
+                self._empty_views.append(values)
+        for sequence in sequences:
+            if items := values_of(sequence):
+                self._sequences.append(sequence)
+                self._items.append(items)
+            else:
+                self._empty.append(sequence)
+                self._empty_views.append(items)
+        self._lengths, self._saved_contents = self._read_lengths(), self._read()
+        self._addresses = addresses(self._saved_contents)  # unique, since referenced objects are not freed
+
     def read_natives(self) -> list[Any]:
         """Return the states of the objects with a native (C) state."""
         return [*map(read_native, self.natives)]
@@ -165,10 +193,6 @@ class Structure:
 
     def _read_lengths(self) -> list[int]:
         return [*map(len, self._values), *map(len, self._items)]
-
-    def of_kind(self, kind: type) -> list[Any]:
-        """Return the objects of a class."""
-        return [thing for thing in self._objects if isinstance(thing, kind)]
 
     def containers(self) -> list[Any]:
         """Return the containers, including empty ones."""

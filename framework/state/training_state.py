@@ -31,7 +31,7 @@ from .parameter_groups import moments_of, trained_by
 from .parts import Leaves, Part, StateObjects, Watched, leaves_of, nested
 from .protectable import named_tensors, refuse_unprotectable
 from .sharding import FullSharding
-from .structure import Structure
+from .structure import ReachableObjects
 from .update_parts import UPDATE_PARTS, extra_attributes, optimizers_of
 from .values import MUTABLE_CONTAINERS, keys_of, short_name, values_of
 
@@ -328,7 +328,7 @@ def _other_leaves(state: StateObjects, named: Iterable[tuple[str, Any]]) -> Leav
         named_ids.add(id(leaf))
         if isinstance(leaf, Tensor):
             named_ids.update(map(id, inner_tensors(leaf)))
-    unnamed = [tensor for tensor in Structure(_roots(state, _NAMED)).tensors if id(tensor) not in named_ids]
+    unnamed = [tensor for tensor in ReachableObjects(_roots(state, _NAMED)).tensors if id(tensor) not in named_ids]
     return ((f"other tensors/{index}", tensor) for index, tensor in enumerate(unnamed))
 
 
@@ -361,7 +361,7 @@ class TrainingState(StateObjects):
         refuse_unprotectable(self._tensors_at_start())
         self.sharding = FullSharding(modules)
         attributes = [value for module in modules.modules() for value in extra_attributes(module)]
-        natives = Structure(attributes, excluded={*map(id, modules.parameters())}).natives
+        natives = ReachableObjects(attributes, excluded={*map(id, modules.parameters())}).natives
         # Others on modules are parts of the modules' states.
         on_modules = {id(item) for item in natives if not isinstance(item, torch.Generator)}
         generators: list[Generator] = [item for item in natives if isinstance(item, torch.Generator)]
@@ -434,7 +434,7 @@ class TrainingState(StateObjects):
                 "they change, such changes are not checked, and hooks that train and roll back are left out. To "
                 "observe a model without such processes, copy it instead of sharing it: copy.deepcopy(model)."
             )
-        opaque = Structure(self.roots()).opaque
+        opaque = ReachableObjects(self.roots()).opaque
         if not opaque:
             return ""
         names = {id(item): inner for name, leaf in self.leaf_values() for inner, item in _nested_items(name, leaf)}

@@ -22,7 +22,7 @@ from .parameter_groups import (
     trained_by,
 )
 from .parts import Leaves, Part, StateObjects, Watched, nested
-from .structure import Structure
+from .structure import ReachableObjects, Structure
 from .values import ATOMS, Slots, attributes_of
 
 
@@ -44,7 +44,7 @@ def _optimizer_attributes(optimizer: Any) -> dict[str, Any]:
     """
     attributes = without_hooks(attributes_of(optimizer) or {})
     left_out = {key: value for key, value in attributes.items() if key not in ("state", "param_groups")}
-    stands_alone = is_torch_optimizer(optimizer) and not Structure([left_out], excluded={id(optimizer)}).of_kind(
+    stands_alone = is_torch_optimizer(optimizer) and not ReachableObjects([left_out], excluded={id(optimizer)}).of_kind(
         Optimizer
     )
     return left_out if stands_alone else attributes
@@ -73,7 +73,7 @@ def _optimizer_state(state: StateObjects) -> dict[str, Any]:
 
 def optimizers_of(state: StateObjects) -> list[Optimizer]:
     """Return the optimizer, if it is a torch optimizer, and the optimizers that it wraps."""
-    wrapped = Structure(
+    wrapped = ReachableObjects(
         [*_optimizer_attributes(state.optimizer).values()],
         excluded={*map(id, state.modules.modules()), id(state.optimizer)},
     )
