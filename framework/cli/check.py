@@ -6,15 +6,14 @@ The training runs in a separate process with the hook ``laws``; this one shows w
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .check_progress import run_with_progress
 from .watch import CommandOfOthers, positive_count, problem_of, refused_command, watched_environment, without_dashes
 
 USAGE = """loopscope check [--laws NAMES] [--batches N] [--continue] [--json] [--] COMMAND ...
@@ -82,12 +81,16 @@ def check(words: Sequence[str]) -> int:
             }
             # Compiled code hides what a law tries, so the script's own compilation is disabled.
             settings = {"TORCHDYNAMO_DISABLE": "1", ALONE: "1", **watched_environment(command, options)}
-            status = _run(command, settings, out, stdout=sys.stderr if given.json else None)
+            stdout = sys.stderr if given.json else None
+            status = run_with_progress(command, settings, partial(_content, out), (stdout, None))
         else:
             words = [*command[1:], "--hooks", "laws", "--hook-config", f"laws.steps={steps}", f"laws.only={names}"]
             command = [sys.executable, "-m", "loopscope", "run", experiment, *words, "--output-dir", str(out)]
             with tempfile.TemporaryFile("w+") as messages:
-                status = _run([*command, "--silent"], {}, out, messages, ends=not given.continues)
+                words = [*command, "--silent"]
+                status = run_with_progress(
+                    words, {}, partial(_content, out), (messages, messages), ends=not given.continues
+                )
                 messages.seek(0)
                 if not _content(out):
                     sys.stderr.write(messages.read())
@@ -110,42 +113,6 @@ def _unknown_law(names: Sequence[str]) -> str:
 
     known = LawRegistry.names()
     return next((str(unknown("law", name, known)) for name in names if name not in known), "")
-
-
-def _run(
-    command: Sequence[str], settings: Mapping[str, str], out: Path, stdout: Any = None, *, ends: bool = False
-) -> int:
-    """Run the training with a progress bar, and return its exit status.
-
-    Args:
-        command: the command.
-        settings: further environment variables.
-        out: the folder of the run.
-        stdout: where standard output goes; that of an experiment, with its messages.
-        ends: interrupt an experiment after the last law; a script ends itself.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    stderr = stdout if not settings else None
-    process = subprocess.Popen(command, env={**os.environ, **settings}, stdout=stdout, stderr=stderr)
-    console = Console(stderr=True)
-    columns = TextColumn("checking"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("waiting for the first step", total=None)
-        while process.poll() is None:
-            try:
-                time.sleep(0.1)
-                content = _content(out)
-                if content:
-                    tried, total = content["tried"], content["total"]
-                    progress.update(bar, completed=tried, total=total, description=content["trying"])
-                    if ends and tried >= total:
-                        process.send_signal(signal.SIGINT)
-                        ends = False
-            except KeyboardInterrupt:
-                process.send_signal(signal.SIGINT)
-    return process.returncode
 
 
 def _content(out: Path) -> dict[str, Any]:

@@ -1,13 +1,18 @@
 """``loopscope check`` on scripts."""
 
+import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from loopscope.cli import main
 from loopscope.cli.check import _sorted
+from loopscope.cli.check_progress import _print_lines
+from rich.console import Console
 
 pytestmark = pytest.mark.process
 LOOPSCOPE = Path(sys.executable).parent / "loopscope"
@@ -92,6 +97,18 @@ def test_impossible_checks_are_refused(words: list[str], sentence: str, capfd: p
     shown = capfd.readouterr().err
     assert sentence in shown
     assert "Traceback" not in shown
+
+
+def test_output_appears_above_the_bar() -> None:
+    """Of a line that the command writes again, as a progress bar does, the last version counts."""
+    ours, theirs = os.openpty()
+    os.write(theirs, b"first\n 10%\r 20%\nrest")
+    console = Console(file=io.StringIO(), width=40)
+    reader = Thread(target=_print_lines, args=(ours, console))
+    reader.start()
+    os.close(theirs)
+    reader.join()
+    assert console.file.getvalue() == "first\n 20%\nrest\n"
 
 
 def test_symptoms_follow_causes() -> None:
