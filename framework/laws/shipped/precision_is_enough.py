@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..positions import equal_positions
 from ..trial import Trial, distance
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -26,12 +27,17 @@ class PrecisionIsEnough(Law):
 
     name = "precision_is_enough"
     statement = "rounding errors are below the noise of the batch"
-    remedy = "use a GradScaler for float16, compute softmax, sums and losses in float32, and keep weights in float32"
+    remedy = (
+        "use a GradScaler for float16, compute positions, softmax, sums and losses in float32, and keep weights in "
+        "float32"
+    )
 
     def check(self, trial: Trial) -> Outcome:
         """Compute the gradient in both precisions."""
         if outcome := _of_updates(trial):
             return outcome
+        if sentence := equal_positions(trial):
+            return broken(sentence)
         step, count = trial.loss_step(), trial.rows
         with trial.branch():
             wide = deepcopy(trial.model).double()

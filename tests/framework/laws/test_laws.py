@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,6 +193,18 @@ class Positioned(nn.Module):
         return self.head(x + torch.arange(len(x))[:, None] if self.by_row else x)
 
 
+class Waves(nn.Module):
+    """Sines of 300 positions, computed in a type of numbers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.head, self.dtype = nn.Linear(FEATURES, CLASSES), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(300).to(self.dtype), torch.tensor([1.0, 0.1], dtype=self.dtype))
+        return self.head(x + angles.float().sin().mean())
+
+
 class Dropped(nn.Module):
     """Dropout that is also on in eval mode, or not."""
 
@@ -371,6 +384,8 @@ PAIRS = [
     Pair("halves_make_a_whole", (Variational, _summed_bound), (Variational, _bound)),
     Pair("order_does_not_matter", (Scaled, _running_sum), (Scaled, _survival)),
     Pair("rows_do_not_mix", (lambda: Nodes(mixes=True), _pooled_nodes), (lambda: Nodes(mixes=False), _pooled_nodes)),
+    Pair("precision_is_enough", (partial(Waves, torch.bfloat16), _classified()),
+         (partial(Waves, torch.float32), _classified())),
     Pair("precision_is_enough", (lambda: Summed(torch.float16), _classified()),
          (lambda: Summed(torch.float32), _classified())),
     Pair("precision_is_enough", (lambda: Scaled(inputs=1e5, dtype=torch.float16), _classified()),
