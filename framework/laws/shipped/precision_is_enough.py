@@ -38,7 +38,7 @@ class PrecisionIsEnough(Law):
             return outcome
         if sentence := equal_positions(trial):
             return broken(sentence)
-        step, count = trial.loss_step(), trial.rows
+        step = trial.loss_step()
         with trial.branch():
             wide = deepcopy(trial.model).double()
             for module in wide.modules():
@@ -60,11 +60,14 @@ class PrecisionIsEnough(Law):
                 return broken("loss or gradients are not finite, and finite in float64")
             return not_checked("the loss is not finite in float64 either")
         error, size = distance(one, other), float(other.norm())
-        rows = torch.arange(count)
+        count = len(trial.bundles)
+        bundles = torch.arange(count)
         halves = (
             [
-                trial.evaluate(trial.with_rows(half), gradients=True, train=False).joint_gradient()
-                for half in (rows[: count // 2].repeat(2), rows[count // 2 : count // 2 * 2].repeat(2))
+                trial.evaluate(
+                    trial.with_rows(trial.bundles.rows(half.repeat(2))), gradients=True, train=False
+                ).joint_gradient()
+                for half in (bundles[: count // 2], bundles[count // 2 :])
             ]
             if count % 2 == 0
             else []
