@@ -222,6 +222,8 @@ class CustomLoop(Transient):
         """The newest scaled loss, and its scale."""
         self._hook_calls = attached.hook_calls = HookCallSwitch()
         model = attached.driver.task.model
+        self.copied: list[nn.Parameter] = []
+        """Parameters of which the optimizer trains copies, such as those in float32 of a model in bfloat16."""
         self.arguments: ForwardArguments | None = None
         """Finds the batches, until the loop reports batches of tensors."""
         self._passed: Batch = NO_ROWS  # the arguments of the newest pass
@@ -525,6 +527,9 @@ class CustomLoop(Transient):
                 for parameter in group["params"]:
                     gradient = parameter.grad
                     gradients.append((parameter, gradient, 0 if gradient is None else gradient._version))
+        for parameter in self.copied:
+            gradient = parameter.grad
+            gradients.append((parameter, gradient, 0 if gradient is None else gradient._version))
         return gradients
 
     def _note_reached(self, before: list[tuple[Any, Any, int]]) -> bool:

@@ -182,6 +182,10 @@ class Scope(AttachedScope):
         super().__init__(attached)
         self._loop, self._accumulate = loop, accumulate
 
+    def note_copied(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let backward passes that reach these parameters count: the optimizer trains copies of them."""
+        self._loop.copied = list(parameters)
+
     @property
     def arguments(self) -> ForwardArguments | None:
         """Receives the arguments of the model's passes, unless the loop reports its batches."""

@@ -40,6 +40,7 @@ from .attach import attach
 from .attached_loop import END_OF_PROCESS, close_open_runs, is_attached, parameters_of
 from .forward_arguments import arguments_of
 from .observed_optimizer import are_referred, observe_steps
+from .other_modules import UnownedTensors
 from .reported_numbers import numbers_of_call
 from .scope import AttachedScope, Scope
 from .waiting_optimizers import WaitingOptimizers
@@ -73,6 +74,8 @@ class WatchedProcess:
         """Optimizers with a record whose first step may end another training over the same parameters."""
         self._unrelated: WeakSet[nn.Module] = WeakSet()
         """Modules over no parameter of a waiting optimizer."""
+        self._copied: WeakKeyDictionary[nn.Module, Optimizer] = WeakKeyDictionary()
+        """The optimizers that train copies of a module's weights, up to its next pass."""
         self._pass_handles: list[Any] = []
         self._step_handles: list[Any] = []
         self._begun = 0
@@ -135,15 +138,24 @@ class WatchedProcess:
 
     def _begin_at_pass(self, module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        optimizers = self._waiting.begin_at_pass(parameters)
+        target = module
+        if module in self._copied:
+            optimizers = [self._copied.pop(module)]
+            copies = parameters_of(optimizers[0])
+            target = nn.ModuleList([module, *(modules_over(copies) or [UnownedTensors(copies)])])
+            self._waiting.discard(optimizers[0])
+        else:
+            optimizers = self._waiting.begin_at_pass(parameters)
         if any(map(self._waiting.is_delayed, optimizers)):
             self._end_earlier(min(self._created.get(one, 0) for one in optimizers))
             optimizers = []
         if not optimizers:
             self._unrelated.add(module)
             return
-        scope = self._attach(module, optimizers)
+        scope = self._attach(target, optimizers)
         self._stop_listening()
+        if scope is not None and target is not module:
+            scope.note_copied(parameters)
         if scope is not None and scope.arguments is not None:
             scope.arguments.receive(arguments_of(module, inputs, options), train=True)
 
@@ -166,6 +178,9 @@ class WatchedProcess:
             self._end_replaced_by(optimizer)
         if optimizer not in self._waiting or self._waiting.is_delayed(optimizer):
             return
+        if (module := self._copied_by(optimizer)) is not None:
+            self._copied[module] = optimizer
+            self._unrelated.discard(module)
         if has_closure and not self._has_new_gradients(optimizer):
             self._attach_at_step(optimizer, 0)
 
@@ -180,6 +195,8 @@ class WatchedProcess:
     def _on_step(self, optimizer: Optimizer, inputs: Any, options: Any) -> None:
         """Attach after the first step of an optimizer whose training pass was not seen."""
         try:
+            if any(item is optimizer for item in self._copied.values()):
+                return
             if optimizer in self._waiting and (steps := self._waiting.begin_at_step(optimizer)):
                 self._attach_at_step(optimizer, steps)
         except Exception as error:
@@ -206,6 +223,20 @@ class WatchedProcess:
             scope = self._attach(modules[0] if len(modules) == 1 else nn.ModuleList(modules), [optimizer])
             if scope is not None:
                 scope.begin_after(steps)
+
+    def _copied_by(self, optimizer: Optimizer) -> nn.Module | None:
+        """Return the module whose weights those of an optimizer are copies of, before its first step.
+
+        Of a module in bfloat16, an optimizer may train a copy in float32, to which the script gives the gradients.
+        """
+        copies = parameters_of(optimizer)
+        if ALONE not in os.environ or any(item.grad is None for item in copies):
+            return None
+        for module in self._unrelated:
+            own = [item for item in module.parameters() if item.requires_grad]
+            if len(own) == len(copies) and all(map(_is_rounded, own, copies)):
+                return module
+        return None
 
     def _check_lost(self, optimizer: Optimizer) -> None:
         """End ``loopscope check`` if modules that no optimizer trains get the gradients of the training.
@@ -380,6 +411,13 @@ class WatchedProcess:
     def _status(self) -> tuple[str, BaseException | None]:
         """Return the status of the trainings at the end of the process, and the error that has ended it, if any."""
         return status_of_script(self._error), self._error
+
+
+def _is_rounded(parameter: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Return whether a parameter with a gradient is a copy of another one, rounded to its type."""
+    if parameter.grad is None or parameter.shape != copy.shape or parameter.device != copy.device:
+        return False
+    return torch.equal(copy.detach().to(parameter.dtype), parameter.detach())
 
 
 def _is_of_loopscope(callback: Any) -> bool:

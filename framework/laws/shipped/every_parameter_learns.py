@@ -1,5 +1,7 @@
 """The law that every trainable parameter gets a gradient and moves."""
 
+from collections.abc import Collection, Mapping
+
 import torch
 
 from ...errors import listed
@@ -49,7 +51,7 @@ class EveryParameterLearns(Law):
         if stray := _stray_leaves(trial):
             shapes = listed([str(tuple(leaf.shape)) for leaf in stray], 3)
             return broken(f"parameters of no module of the model, shapes {shapes}: in no optimizer", {"stray"})
-        idle = without | still
+        idle = (without | still) - _with_copies(parameters, owned)
         if not idle:
             return holds()
         lost = sorted(name for name in idle if id(parameters[name]) not in owned)
@@ -58,6 +60,17 @@ class EveryParameterLearns(Law):
         # Only a missing gradient can be refuted by later steps, by its name.
         subjects = names if reason == "without a gradient" else [f"{reason}: {name}" for name in names]
         return broken(f"{listed(names, 3)}: {reason}", subjects)
+
+
+def _with_copies(parameters: Mapping[str, torch.Tensor], owned: Collection[int]) -> set[str]:
+    """Return the parameters of which an optimizer trains copies, such as those in float32 of weights in bfloat16."""
+    copies = [item.detach() for item in parameters.values() if id(item) in owned]
+    return {
+        name
+        for name, item in parameters.items()
+        if id(item) not in owned
+        and any(one.shape == item.shape and torch.equal(one.to(item.dtype), item.detach()) for one in copies)
+    }
 
 
 def _stray_leaves(trial: Trial) -> list[torch.Tensor]:

@@ -116,3 +116,33 @@ def test_symptoms_follow_causes() -> None:
     laws = [{"law": name, "verdict": "broken"} for name in broken] + [{"law": "future_is_not_seen", "verdict": "holds"}]
     ordered = [law["law"] for law in _sorted(laws, ("broken", "not checked", "holds"))]
     assert ordered == [*reversed(broken), "future_is_not_seen"]
+
+
+MASTER = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(4, 3).to(torch.bfloat16)
+copies = [item.detach().float().requires_grad_() for item in model.parameters()]
+optimizer = torch.optim.SGD(copies, 0.1)
+for step in range(8):
+    model.zero_grad()
+    model(torch.randn(16, 4).bfloat16()).float().square().mean().backward()
+    for copy, item in zip(copies, model.parameters()):
+        copy.grad = item.grad.float()
+    optimizer.step()
+    with torch.no_grad():
+        for copy, item in zip(copies, model.parameters()):
+            item.copy_(copy)
+"""
+
+
+@pytest.mark.slow
+def test_copies_of_weights_are_trained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """An optimizer over copies in float32 trains a model in bfloat16."""
+    (tmp_path / "train.py").write_text(MASTER)
+    words = ["--batches", "2", "--laws", "every_parameter_learns", "--", sys.executable, str(tmp_path / "train.py")]
+    assert main(["check", *words]) == 0
+    assert "holds" in capfd.readouterr().out
