@@ -155,7 +155,7 @@ class Driver:
                 self._recorder.record(loop, skipped=skipped)
             else:
                 self._record_within_budget(self._budget, skipped=skipped)
-        if self._hooks.listeners.at[POST_BACKWARD] or not self._taps.is_idle:  # taps may need a separate pass
+        if self._hooks.listeners.at[POST_BACKWARD] or not self._taps.is_idle:  # taps may have news
             self.manager.fire(POST_BACKWARD)
         self._mark((UPDATE, self._now()))
 

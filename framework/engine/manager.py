@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from ..hooks import (
     TrainingHook,
     treatments,
 )
-from ..isolation import Call, Isolation, StateCopy, borrowed_extras, borrowed_modes, undone_pass
+from ..isolation import Isolation, StateCopy, borrowed_extras, borrowed_modes, undone_pass
 from ..state import TrainingState, optimizers_of
 from ..taps import TapSet
 from ..training import LossProbe, ObservedPass, Profiler, TrainingTask, without_graph
@@ -95,6 +95,7 @@ class HookManager:
         reference_weights: Mapping[str, torch.Tensor] | None = None,
         evaluation_listeners: Sequence[EvaluationListener] = (),
         budget: BudgetSettings | None = None,
+        compiled: Literal["safe", "all"] = "safe",
     ) -> None:
         named = without_duplicates(hooks)
         refuse_commits_for_closures(treatments(named), task.optimizer)
@@ -107,7 +108,7 @@ class HookManager:
             state, audit=audit, check_every_call=check_every_call, guardian_device=guardian_device
         )
         self.profiler = Profiler(enabled=profile)
-        self.taps = TapSet(task.model, audit=audit, compiled=task.compiled)
+        self.taps = TapSet(task.model, audit=audit, compiled=task.compiled, keeps_all=compiled == "all")
         failures = HookFailures(on_error, {hook.name for hook in named} if required is None else set(required))
         for sentence in left_out.values():
             warn(f"Left out: {sentence}", RunNotice, stacklevel=2)
@@ -207,7 +208,6 @@ class HookManager:
         self._attach_taps()
         self.hooks.synchronise_failures()
         self._lacks = run.lacks
-        self._leave_out_separate_taps("start")
         if self.budget is not None:
             self.budget.start(self.state.loop.step)
             if self.budget.factors:
@@ -235,10 +235,7 @@ class HookManager:
         if not self._started:
             self._start_unnamed()
         if point is POST_BACKWARD and not self.taps.is_idle:
-            if self.taps.is_bypassed:
-                self._separate_taps()
-            if self.taps.needs_separate_pass:
-                self._run_pass_for_taps()
+            self._check_compiled_taps()
         if listeners := self.hooks.listeners.at[point]:
             self.call_hooks(point, listeners)
 
@@ -407,29 +404,14 @@ class HookManager:
             self.observed_first_pass = seen
         return self.observed_first_pass
 
-    def _separate_taps(self) -> None:
-        """Call taps in separate passes from now on, since a compiled function calls the model in the training."""
-        if names := self.taps.separate():
+    def _check_compiled_taps(self) -> None:
+        """Report what taps change in graphs of torch.compile, and taps that no graph calls, once each."""
+        if sentence := self.taps.describe_new_graphs():
+            self.log(logging.INFO, "%s", sentence)
+        if self.taps.is_bypassed and (names := self.taps.hooks & {hook.name for hook in self.hooks}):
             error = UsageError(
-                "A compiled function calls the model in the training, where a tap of this hook cannot replace "
-                "gradients; compile the model instead, by model.compile() before attach."
+                "The training calls code that was compiled before the hooks started, without the taps of this one. "
+                "Attach before the first compiled step, and iterate over scope.batches(loader)."
             )
+            self.hooks.failures.required -= names  # the training continues without them
             self.hooks.leave_out(names, "taps", error)
-        self._leave_out_separate_taps("taps")
-
-    def _leave_out_separate_taps(self, where: str) -> None:
-        """Leave out the hooks whose taps need a separate pass, if the loss is unknown."""
-        names = self.taps.hooks_with_separate_pass & {hook.name for hook in self.hooks}
-        if names and (missing := self._lacks.get("needs_loss")):
-            error = UsageError(f"A hook taps a compiled model, which needs a separate pass; {missing}.")
-            self.hooks.leave_out(names, where, error)
-
-    def _run_pass_for_taps(self) -> None:
-        """Run the step's batch again, on a separate random stream, for the taps that a compiled pass does not call."""
-        run_once = partial(LossProbe(self.task, self.state, self.profiler).run_once, self.state.loop.batch)
-        call = Call("taps", "POST_BACKWARD", self.state.loop.step, "The")
-        with self.isolation.visit():
-            try:
-                self.isolation.observe(call, partial(self.taps.run_separate_pass, run_once))
-            except Exception as error:
-                self.hooks.leave_out(self.taps.hooks_with_separate_pass, "the pass for its taps", error)

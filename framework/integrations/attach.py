@@ -82,6 +82,7 @@ def attach(
     config: Mapping[str, Any] | None = None,
     isolate_evaluation: bool = True,
     budget: float | str | Path | None = 0.05,
+    compiled: Literal["safe", "all"] = "safe",
 ) -> AttachedScope:
     """Attach hooks to an existing training, without changing a bit of it; return its :class:`Scope`.
 
@@ -145,6 +146,9 @@ def attach(
         budget: the bound on the CPU time of the hooks of ``with_hooks``, as a share of the training's (``0.05`` or
             ``"5%"``), which thins their schedules; ``None`` leaves these as they are, and the folder of a run repeats
             its schedules. Hooks with an entry in ``schedules`` are not thinned.
+        compiled: what to do with taps in graphs of ``torch.compile`` that change the last bits of the training, which a
+            comparison of every graph's first pass shows: ``safe`` leaves them out, ``all`` keeps them and lists the run
+            as treated.
 
     Raises:
         UsageError: for a training or an argument that attach does not support; the message says what to do.

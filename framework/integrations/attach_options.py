@@ -84,6 +84,7 @@ class AttachArguments(TypedDict, total=False):
     config: Mapping[str, Any] | None
     isolate_evaluation: bool
     budget: float | str | Path | None
+    compiled: Literal["safe", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -470,7 +470,9 @@ class AttachedLoop:
             },
             "provenance": {**read_provenance(), **self.origin} if self._ranks.is_main else {},
         }
-        return planned_record(self._hooks, options.on_hook_error, options.audit_hooks, options.reference, **fields)
+        return planned_record(
+            self._hooks, options.on_hook_error, options.audit_hooks, options.reference, options.compiled, **fields
+        )
 
     @property
     def plan(self) -> EpochPlan:

@@ -330,7 +330,7 @@ class CustomLoop(Transient):
         arguments = self.arguments
         has_tensors = any(_holds_data(value) for _, value, _ in visited("", batch))
         if arguments is not None and (has_tensors or "needs_loss" not in self._attached.lacks):
-            arguments.disarm()
+            arguments.stop()
             self.arguments = None
         elif arguments is not None:
             arguments.arm()
@@ -944,7 +944,7 @@ class CustomLoop(Transient):
     def _stop_observing(self) -> None:
         stop_listening(self)
         if self.arguments is not None:
-            self.arguments.disarm()
+            self.arguments.stop()
 
     def _gradients_complete(self) -> None:
         step = self._step

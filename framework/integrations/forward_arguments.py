@@ -25,7 +25,7 @@ class ForwardArguments(Transient):
 
     It is a hook of all modules, which the next pass in train mode removes: a hook of the model would be in every copy
     and file of it. Around a compiled module, which warns of such hooks, it is a hook of the wrapper, outside of the
-    compiled region.
+    compiled region; around one that is compiled in place, a function that calls the compiled one.
 
     Args:
         modules: the model, and the wrapper around it that the loop calls, if any.
@@ -47,12 +47,12 @@ class ForwardArguments(Transient):
         self._handle: Any = None
         self._hooks: dict[int, Any] | None = None
         """torch's table of the hooks of all modules, once this object has been one."""
-        self._is_armed = self._has_received = False
-        # A module that was compiled in place calls its hooks within its graph, where they would have no effect.
-        self._is_given_up = any(module._compiled_call_impl is not None for module in modules)
+        self._is_armed = self._has_received = self._is_given_up = False
         # OptimizedModule has no public name and takes seconds to import.
         wrappers = [module for module in modules if type(module).__module__ == "torch._dynamo.eval_frame"]
         self._wrapper = next(iter(wrappers), None)
+        compiled = [module for module in modules if module._compiled_call_impl is not None and not wrappers]
+        self._compiled = _CompiledCall(compiled[0], self._note_compiled) if compiled else None
 
     def arm(self) -> None:
         """Wait for the next pass."""
@@ -60,7 +60,9 @@ class ForwardArguments(Transient):
             return
         self._is_armed = True
         with VISITS:
-            if self._wrapper is not None:
+            if self._compiled is not None:
+                self._compiled.install()
+            elif self._wrapper is not None:
                 hook = InternalFunction(self._note)
                 self._handle = self._wrapper.register_forward_pre_hook(hook, with_kwargs=True)
             elif self._hooks is None:
@@ -76,13 +78,20 @@ class ForwardArguments(Transient):
 
     def disarm(self) -> None:
         """Wait no longer."""
-        if self._is_armed:
-            self._is_armed = False
+        is_armed, self._is_armed = self._is_armed, False
+        # A compiled function stays replaced: an attribute of the model should not change in each step.
+        if is_armed and self._compiled is None:
             with VISITS:
                 if self._hooks is None:
                     self._handle.remove()
                 else:
                     self._hooks.pop(self._handle.id, None)
+
+    def stop(self) -> None:
+        """Wait no longer, and leave no function around a compiled one."""
+        self.disarm()
+        if self._compiled is not None:
+            self._compiled.remove()
 
     def end_step(self) -> None:
         """Wait for the pass of the next step; give up if this one had none, as in a compiled function."""
@@ -112,6 +121,10 @@ class ForwardArguments(Transient):
             # torch has no hook of all modules with keyword arguments; its Module._call_impl has them under this name.
             self._note(module, inputs, sys._getframe(1).f_locals.get("kwargs", {}))
 
+    def _note_compiled(self, module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        if self._is_armed:
+            self._note(module, inputs, options)
+
     def _note(self, module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         if self._is_in_hook():
             return
@@ -120,6 +133,28 @@ class ForwardArguments(Transient):
             self.receive(arguments_of(module, inputs, options), train=module.training)
         elif self._note_evaluation is not None:
             self._note_evaluation(module.training)
+
+
+class _CompiledCall(Transient):
+    """Calls the compiled function of a module that was compiled in place, and ``note`` before it."""
+
+    def __init__(self, module: nn.Module, note: Callable[..., None]) -> None:
+        self._module, self._note, self._call = module, note, module._compiled_call_impl
+
+    def install(self) -> None:
+        """Replace the compiled function, which torch keeps in a private attribute."""
+        self._module._compiled_call_impl = self
+
+    def remove(self) -> None:
+        """Restore the compiled function, unless others have replaced it."""
+        if self._module._compiled_call_impl is self:
+            self._module._compiled_call_impl = self._call
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Note the arguments of a pass, and run it."""
+        self._note(self._module, inputs, options)
+        assert self._call is not None
+        return self._call(*inputs, **options)
 
 
 def arguments_of(module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:

@@ -406,7 +406,7 @@ class WaitingScope(Scope):
             f"attach was given no optimizer, and none trains a parameter of the model ({kind}) at its first training "
             "pass; give attach(model, optimizer), or create the optimizer before the loop.",
         )
-        self._passes.disarm()
+        self._passes.stop()
         with preserved_streams():
             self._loop = self._observe(optimizers)
 
@@ -422,7 +422,7 @@ class WaitingScope(Scope):
         if "_loop" in self.__dict__:
             super().close(status, error)
             return
-        self._passes.disarm()
+        self._passes.stop()
         if status == "completed" and not self._attached.is_closed:
             notice("The scope ends without a training pass of its model, so nothing is recorded.")
         self._attached.is_closed = True

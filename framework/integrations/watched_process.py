@@ -34,7 +34,7 @@ from ..isolation import VISITS, is_in_visit
 from ..observing import modules_over, referred_by_callers
 from ..preserved_streams import preserved_streams
 from ..runs import status_of_script
-from ..state import uncompiled
+from ..state import skips_frames, uncompiled
 from ..training import Ranks
 from .attach import attach
 from .attached_loop import END_OF_PROCESS, close_open_runs, is_attached, parameters_of
@@ -126,6 +126,7 @@ class WatchedProcess:
                 while self._step_handles:
                     self._step_handles.pop().remove()
 
+    @skips_frames  # around a module that was compiled in place
     def _on_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Attach at the first training pass of a module; torch calls this before every pass of any module."""
         if torch.compiler.is_compiling():  # first, so that the compiler finds nothing else here

@@ -100,6 +100,8 @@ class RunSettings:
         overwrite: replace a run in the output directory.
         budget: bound on the CPU time of a group's hooks, as a share of the training's (0.05 or 5%), which thins their
             schedules; none leaves these as they are.
+        compiled: taps in graphs of torch.compile that change the last bits of the training: leave them out (safe), or
+            keep them and list the run as treated (all).
     """
 
     with_hooks: str | None = None
@@ -112,12 +114,15 @@ class RunSettings:
     reference: Path | None = None
     overwrite: bool = False
     budget: float | str | None = 0.05
+    compiled: Literal["safe", "all"] = "safe"
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for an unknown value of ``on_hook_error``, or of the budget."""
         budget_of(self.budget)
         if self.on_hook_error not in (words := ("raise", "skip", "auto")):
             raise unknown("value of on_hook_error:", str(self.on_hook_error), words)
+        if self.compiled not in (modes := ("safe", "all")):
+            raise unknown("value of compiled:", str(self.compiled), modes)
 
 
 @dataclass(frozen=True, kw_only=True)

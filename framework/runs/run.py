@@ -249,6 +249,7 @@ def create_manager(
         reference_weights=reference_weights,
         evaluation_listeners=[EvaluationDropout(task.model)],
         budget=budget_settings(settings.budget, hooks, {*required, *scheduled}),
+        compiled=settings.compiled,
     )
 
 

@@ -19,12 +19,21 @@ from .records import RunRecord
 
 
 def planned_record(
-    hooks: Sequence[ConfiguredHook], on_hook_error: str, audit_hooks: bool, reference: Any = None, **fields: Any
+    hooks: Sequence[ConfiguredHook],
+    on_hook_error: str,
+    audit_hooks: bool,
+    reference: Any = None,
+    compiled: str = "safe",
+    **fields: Any,
 ) -> RunRecord:
-    """Describe a planned run with these ``hooks``; further ``fields`` of the record by their names."""
+    """Describe a planned run with these ``hooks``; further ``fields`` of the record by their names.
+
+    With ``compiled="all"``, taps may change the numbers of compiled graphs, which is a treatment.
+    """
     fields["run"] = {"on_hook_error": on_hook_error, "audit_hooks": audit_hooks, "reference": reference}
     fields["hooks"] = {item.hook.name: item.options for item in hooks}
-    fields["treatments"] = treatments(item.hook for item in hooks)
+    kept = {"taps in compiled graphs": ("last bits",)} if compiled == "all" else {}
+    fields["treatments"] = {**treatments(item.hook for item in hooks), **kept}
     return RunRecord(**plain_json(fields | {"versions": versions()}))
 
 

@@ -200,7 +200,7 @@ class Session:
         """Return the plan for one strategy and seed, without parts that need the model."""
         options, name = self.options, self.runner.name
         fields: dict[str, Any] = {"experiment": name, "strategy": strategy, "config": config.as_dict()}
-        fields |= {"options": options.recorded, "changed": options.changed}
+        fields |= {"options": options.recorded, "changed": options.changed, "compiled": options.compiled}
         record = planned_record(hooks, options.on_hook_error, options.audit_hooks, **fields)
         # Absolute, so that a run whose code changes the working directory keeps its folder.
         path = (self._output_folder or Path(self.runner.config.output_dir)).absolute() / name / strategy

@@ -67,6 +67,7 @@ def build_summary(
         "hook_errors": manager.hooks.failures.errors,
         "sink_errors": sink_errors,
         "hooks_left_out": manager.hooks.failures.left_out,
+        "compiled_graphs": manager.taps.graphs,
         "hook_tables": manager.hooks.tables,
         "hook_samples": manager.profiler.samples,
         "output_dir": str(folder),

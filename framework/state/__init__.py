@@ -4,11 +4,11 @@ Its packages contain the random ``generators``, the process-wide ``settings``, t
 containers, and the ``parameter_groups`` of optimizers.
 """
 
-from .compiled_code import Traces, has_compiled_code, uncompiled
+from .compiled_code import has_compiled_code, skips_frames, uncompiled
 from .digest import described
 from .digest import digest as digest_of
 from .generators import RandomStreams, seed_everything
-from .model_parts import InternalFunction, InternalHook, hook_contents
+from .model_parts import FunctionBeforeForward, InternalFunction, InternalHook, hook_contents
 from .module_group import ModuleOrGroup
 from .node_hooks import NODE_HOOKS
 from .parts import LoopState, Part, Watched, arrays_of, copy_of_batch, nested, tensors_of, visited
@@ -19,8 +19,8 @@ from .update_parts import optimizers_of
 from .values import Transient
 
 __all__ = [
-    "EXTRAS", "NODE_HOOKS", "FullSharding", "InternalFunction", "InternalHook", "LoopState", "ModuleOrGroup", "Part",
-    "RandomStreams", "Structure", "Traces", "TrainingState", "Transient", "Watched", "arrays_of", "copy_of_batch",
-    "described", "differing", "digest_of", "has_compiled_code", "hook_contents", "nested", "optimizers_of",
-    "seed_everything", "tensors_of", "uncompiled", "visited", "without_on_demand",
+    "EXTRAS", "NODE_HOOKS", "FullSharding", "FunctionBeforeForward", "InternalFunction", "InternalHook", "LoopState",
+    "ModuleOrGroup", "Part", "RandomStreams", "Structure", "TrainingState", "Transient", "Watched", "arrays_of",
+    "copy_of_batch", "described", "differing", "digest_of", "has_compiled_code", "hook_contents", "nested",
+    "optimizers_of", "seed_everything", "skips_frames", "tensors_of", "uncompiled", "visited", "without_on_demand",
 ]

@@ -56,6 +56,8 @@ HOOK_KIND = "_is_full_backward_hook"
 """A module's flag for the kind of its backward hooks, by which it rejects the other kind, even after removal."""
 COMPILED_ID = "_torchdynamo_wrapper_id"
 """The number that ``torch.compile`` gives to modules; it differs when the same model is built again."""
+GRAPH_SITE = "_site_in_graphs"
+"""The taps on a module in graphs of ``torch.compile``."""
 COMPOSABLE_PREFIX = "__composable_api_"
 """Prefix of the attributes with the state of ``fully_shard``, which is a separate part."""
 DISTRIBUTED_MARK = "_distribute_module_applied"
@@ -333,7 +335,7 @@ def tensor_attributes(space: Mapping[str, Any]) -> dict[str, Any]:
 
 def module_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module without hooks and its tables of tensors and modules."""
-    left_out = (*TABLES, HOOK_KIND, COMPILED_ID, DISTRIBUTED_MARK)
+    left_out = (*TABLES, HOOK_KIND, COMPILED_ID, DISTRIBUTED_MARK, GRAPH_SITE)
     attributes = without_hooks(vars(module)).items()
     return {key: value for key, value in attributes if key not in left_out and not key.startswith(COMPOSABLE_PREFIX)}
 

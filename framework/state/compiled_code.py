@@ -1,7 +1,7 @@
-"""Functions of loopscope that code compiled by torch calls, and the traces of such code, without the compiler's import.
+"""Functions of loopscope that code compiled by torch calls, without the compiler's import, which takes seconds.
 
-The compiler, which takes seconds to import, has public functions for both: ``torch.compiler.disable`` and
-``torch.compiler.assume_constant_result``. They set the attributes and the strategy of frames that are set here.
+The compiler has a public function for them, ``torch.compiler.disable``. It sets the attributes and the strategy of
+frames that are set here.
 """
 
 import sys
@@ -25,6 +25,17 @@ def skips_frames(function: Function) -> Function:
     return function
 
 
+def skips_frame(function: Function) -> Function:
+    """Let a function run as Python if compiled code calls it, but not the functions that it calls; return it."""
+    actions = _frames._FrameAction
+    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(actions.SKIP, actions.DEFAULT))
+    return function
+
+
+compiler_of_calls: Callable[[], Any] = _frames.get_eval_frame_callback
+"""Returns what compiles the functions that are called now, ``None`` if they run as Python."""
+
+
 def uncompiled(function: Function) -> Function:
     """Break the graph of compiled code where it calls a function, which then runs as Python; return the function."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -38,17 +49,3 @@ def has_compiled_code() -> bool:
     """
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     return compiler is not None and bool(compiler.output_codes.seen_ids)
-
-
-class Traces:
-    """Counts the module hooks of loopscope that the compiler has traced into compiled code, where they do nothing."""
-
-    count = 0
-
-
-def note_trace() -> None:
-    """Count a trace; the compiler calls this function once while it traces, and compiles its result as a constant."""
-    Traces.count += 1
-
-
-note_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from .attributes import (
     space_of,
     tensor_attributes,
 )
-from .compiled_code import note_trace, skips_frames
+from .compiled_code import compiler_of_calls, skips_frame, skips_frames
 from .generators import StreamState
 from .module_group import ModuleOrGroup
 from .node_hooks import NODE_HOOKS, is_recorded, newer_on_nodes
@@ -61,7 +61,7 @@ class InternalFunction(InternalHook):
     def __call__(self, *arguments: Any) -> Any:
         """Call the function; while torch's compiler traces a call, do nothing, so that its graph is unchanged."""
         if torch.compiler.is_dynamo_compiling():
-            return note_trace()
+            return None
         return self._function(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "InternalFunction":
@@ -70,6 +70,21 @@ class InternalFunction(InternalHook):
     def __reduce__(self) -> tuple[Any, ...]:
         # This method takes any arguments and returns None, as a module hook that changes nothing does.
         return getattr, (nullcontext(), "__exit__")
+
+
+class FunctionBeforeForward(InternalFunction):
+    """A function of a module and its inputs that also receives whether torch's compiler makes graphs of the forward.
+
+    It makes none of the methods of torch's own modules, outside of the graphs of others.
+    """
+
+    @skips_frame  # with the frames of all functions that it calls, there would be no compiler here
+    def __call__(self, module: Any, inputs: Any) -> Any:  # type: ignore[override]
+        """Call the function, which must skip its frames; while torch's compiler traces a call, do nothing."""
+        if torch.compiler.is_dynamo_compiling():
+            return None
+        is_compiled = compiler_of_calls() is not None and not type(module).__module__.startswith("torch.nn.")
+        return self._function(module, inputs, is_compiled)
 
 
 def _do_nothing(*arguments: Any) -> None:

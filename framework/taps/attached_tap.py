@@ -21,13 +21,14 @@ from ..hooks import (
     Tap,
     TapOwner,
 )
-from ..state import InternalFunction
+from ..state import FunctionBeforeForward, InternalFunction
 from .attention_tap import attention_callback, attention_read
 from .callbacks import FORWARD_TENSORS, ForwardCallbacks, input_callbacks, output_callbacks
 from .checked_function import checked_function
-from .compiled_modules import uncompiled_forward, uncompiled_hook
-from .forward_calls import ForwardCallback, forward_callback
-from .passes import Pass, RunningPasses
+from .compiled_sites import ELSEWHERE, EXCLUDED, SiteTap
+from .compiled_traces import tapped_in_graphs
+from .forward_calls import ForwardCallback, after_forward, forward_function
+from .passes import OWN, RunningPasses
 from .scripted_modules import leave_taps_out_of_scripts
 from .weight_uses import elsewhere_callbacks, weight_callbacks
 
@@ -45,7 +46,6 @@ class TapState(Enum):
     PERMANENT = "on the model during the whole run"
     ATTACHED = "on the model, since the hook is due on this step"
     DETACHED = "off the model, since the hook is not due on this step"
-    SEPARATE = "on the model during the separate pass only"
 
 
 _tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # what torch.jit.is_tracing() calls
@@ -56,9 +56,8 @@ ATTACHED, DETACHED = TapState.ATTACHED, TapState.DETACHED
 class AttachedTap:
     """One tap of a hook with its state; :meth:`attach` puts its callbacks on the model.
 
-    torch.compile would trace taps on modules into the graphs of a compiled model, which can change the last bits of the
-    run. Taps that only read are therefore attached in a separate eager pass; taps that replace gradients break the
-    graph at their module.
+    A tap on a module has callbacks for eager passes, which do nothing in graphs of torch.compile, and an operation for
+    these graphs (:func:`.tapped_in_graphs`), which does nothing in eager passes.
 
     Raises:
         UsageError: the tap does not fit the model or its hook.
@@ -68,11 +67,14 @@ class AttachedTap:
         self, owner: TapOwner, tap: Tap, model: nn.Module, passes: RunningPasses, *, compiled: bool, audit: bool
     ) -> None:
         self.owner = owner
-        self.state = _first_state(tap, compiled=compiled)
-        self._pass = Pass.SEPARATE if self.state is TapState.SEPARATE else Pass.OWN
         self._passes = passes
+        self._target = tap.target
         self._attached = ExitStack()
-        self.replaces = isinstance(tap, GradientTap) and tap.replaces
+        self._in_graphs = ExitStack()
+        self._site_taps: list[tuple[nn.Module, str, SiteTap]] = []
+        is_of_parameter = isinstance(tap, GradientTap) and tap.kind == "parameter"
+        is_permanent = isinstance(tap, QuantizationTap) or is_of_parameter or (isinstance(tap, StepTap) and tap.always)
+        self.state = TapState.PERMANENT if is_permanent else ATTACHED
         if isinstance(tap, QuantizationTap):
             self._registrations = self._on_quantizers(tap, model)
         elif isinstance(tap, StepTap):
@@ -80,15 +82,34 @@ class AttachedTap:
             self._registrations = [partial(tap.recorder.recording, model, is_active)]
         elif isinstance(tap, ForwardTap):
             module = _target_of(dict(model.named_modules(remove_duplicate=False)), owner, tap)
-            callback = forward_callback(owner, tap, self.is_active, passes, audit=audit)
-            self._registrations = [partial(_after_forward, module, callback)]
+            on_call = forward_function(owner, tap, self.is_active, passes, audit=audit)
+            self._registrations = [partial(_after_forward, module, after_forward(on_call))]
+            self._tap_graphs(module, "forward", on_call)
         elif isinstance(tap, AttentionTap):
             module = _target_of(dict(model.named_modules(remove_duplicate=False)), owner, tap)
-            on_call = attention_callback(owner, tap, passes, audit=audit)
-            self._registrations = [partial(attention_read, module, on_call, self.is_active)]
+            on_attention = attention_callback(owner, tap, passes, audit=audit)
+            self._registrations = [partial(attention_read, module, on_attention, self.is_active)]
+            self._tap_graphs(module, "attention", on_attention)
         else:
             on_tensor = checked_function(owner, tap, self.is_active, passes, audit=audit)
             self._registrations = self._on_tensors(tap, model, on_tensor, compiled=compiled)
+
+    def _tap_graphs(
+        self, module: nn.Module, kind: str, function: Callable[..., Any], *, replaces: bool = False
+    ) -> None:
+        """Call a function of the tap in graphs of torch.compile, too."""
+        name = "" if kind.startswith(ELSEWHERE) else self._target
+        self._site_taps.append((module, name, SiteTap(kind, self.is_active, function, replaces)))
+
+    @property
+    def is_in_graph(self) -> bool:
+        """Whether a graph of torch.compile has called the tap."""
+        return any(tap.is_in_graph for _, _, tap in self._site_taps)
+
+    def leave_graphs(self) -> None:
+        """Remain outside of graphs from now on."""
+        self._site_taps.clear()
+        self._in_graphs.close()
 
     def _on_quantizers(self, tap: QuantizationTap, model: nn.Module) -> list[Registration]:
         module = _target_of(dict(model.named_modules(remove_duplicate=False)), self.owner, tap)
@@ -112,20 +133,21 @@ class AttachedTap:
         if tap.kind in ("weight", "elsewhere"):
             # Not module.weight: a parametrization may compute it from other parameters, so it need not be a leaf.
             _require_trainable(module._parameters.get("weight"), owner, tap)
-        breaks_graph = compiled and tap.replaces
         if tap.kind == "elsewhere":
-            if breaks_graph:
+            if compiled:  # the nodes of compiled parts hide which modules use the weight
                 raise UsageError(
-                    f"Hook {owner.hook!r} taps uses of {tap.target}.weight outside of modules, which a compiled model "
-                    "hides; make the head a module (an nn.Linear with this weight), or train without compiling."
+                    f"Hook {owner.hook!r} taps uses of {tap.target}.weight outside of modules, which modules that are "
+                    "compiled one by one hide; make the head a module (an nn.Linear with this weight), compile the "
+                    "whole model, or train without compiling."
                 )
             # The callbacks of the module exclude its own uses from those of the whole model.
             inner, outer = elsewhere_callbacks(on_tensor, self.is_active, module)
-            return [*_around(module, inner), *_around(model, outer)]
+            self._tap_graphs(module, EXCLUDED, on_tensor)
+            self._tap_graphs(model, ELSEWHERE + tap.target, on_tensor, replaces=tap.replaces)
+            return [*_around(module, inner), *_around(model, outer, FunctionBeforeForward)]
         callbacks = _MODULE_CALLBACKS[tap.kind](on_tensor, self.is_active)
-        if breaks_graph and tap.kind == "weight":
-            return [partial(uncompiled_forward, module, callbacks)]
-        return _around(module, callbacks, uncompiled_hook() if breaks_graph else InternalFunction)
+        self._tap_graphs(module, tap.kind, on_tensor, replaces=tap.replaces)
+        return _around(module, callbacks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AttachedTap":
         # A hook may copy the model with its module hooks, and these refer to taps; a tap refers to the whole run.
@@ -134,29 +156,27 @@ class AttachedTap:
     def is_active(self) -> bool:
         """Return whether the tap is called in the innermost running pass."""
         passes = self._passes
-        if passes.kinds[-1] is not self._pass:
+        if passes.kinds[-1] is not OWN:
             return False
         passes.have_called_taps = True
         # A pass that torch.jit.trace records belongs to an export, and would contain the operations of the tap.
         return self.owner.is_due() and _tracing_state() is None
 
     def _is_own_pass(self) -> bool:
-        return self._passes.kinds[-1] is self._pass
-
-    def separate(self) -> None:
-        """Call the tap in the separate pass only, from now on."""
-        self.detach()
-        self.state, self._pass = TapState.SEPARATE, Pass.SEPARATE
+        return self._passes.kinds[-1] is OWN
 
     def attach(self) -> None:
         """Put the callbacks on the model."""
         leave_taps_out_of_scripts()
         for register in self._registrations:
             self._attached.enter_context(register())
+        for module, name, tap in self._site_taps:
+            self._in_graphs.enter_context(tapped_in_graphs(module, name, tap))
 
     def detach(self) -> None:
         """Remove the callbacks from the model."""
         self._attached.close()
+        self._in_graphs.close()
 
     def switch(self) -> None:
         """Change the state from attached to detached or back."""
@@ -166,16 +186,6 @@ class AttachedTap:
         else:
             self.state = ATTACHED
             self.attach()
-
-
-def _first_state(tap: Tap, *, compiled: bool) -> TapState:
-    # Hooks of parameters run outside of compiled graphs, hooks of modules inside them.
-    is_of_parameter = isinstance(tap, GradientTap) and tap.kind == "parameter"
-    if isinstance(tap, QuantizationTap) or is_of_parameter or (isinstance(tap, StepTap) and tap.always):
-        return TapState.PERMANENT
-    if not compiled:
-        return ATTACHED
-    return TapState.PERMANENT if isinstance(tap, GradientTap) and tap.replaces else TapState.SEPARATE
 
 
 def _after_forward(module: nn.Module, callback: ForwardCallback) -> AbstractContextManager[Any]:
@@ -188,15 +198,15 @@ def _after_forward(module: nn.Module, callback: ForwardCallback) -> AbstractCont
 
 
 def _around(
-    module: nn.Module, callbacks: ForwardCallbacks, hook_class: type[InternalFunction] = InternalFunction
+    module: nn.Module, callbacks: ForwardCallbacks, kind_before: type[InternalFunction] = InternalFunction
 ) -> list[Registration]:
     """Return the registrations of functions before and after a module's forward."""
     before, after = callbacks
     registrations: list[Registration] = []
     if before is not None:
-        registrations.append(partial(module.register_forward_pre_hook, hook_class(before)))
+        registrations.append(partial(module.register_forward_pre_hook, kind_before(before)))
     if after is not None:
-        registrations.append(partial(module.register_forward_hook, hook_class(after)))
+        registrations.append(partial(module.register_forward_hook, InternalFunction(after)))
     return registrations
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..hooks import AttentionCall, FusedCall
+from ..state import skips_frames
 from .flash_attention import flash_attention_read
 from .score_traces import ScoreTraces, as_computed
 
@@ -129,6 +130,7 @@ class AttentionReader(TorchFunctionMode):
         if self._is_active():
             self._on_call(replace(call, projections=self._traces.projections))
 
+    @skips_frames  # in a compiled region whose own code calls the function
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

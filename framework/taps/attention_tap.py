@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from ..hooks import AttentionCall, AttentionTap, TapOwner
-from ..state import InternalFunction
+from ..state import FunctionBeforeForward, InternalFunction, skips_frames
 from .attention_reader import AttentionReader
 from .checked_function import is_symbolic
 from .forward_calls import call_unchanged
@@ -23,7 +24,7 @@ class _RunningModules(threading.local):
         self.modules: list[nn.Module] = []
 
 
-_RUNNING = _RunningModules()
+RUNNING = _RunningModules()
 
 
 def attention_callback(
@@ -47,28 +48,34 @@ def attention_callback(
 def attention_read(
     module: nn.Module, on_call: Callable[[AttentionCall], None], is_active: Callable[[], bool]
 ) -> Iterator[None]:
-    """Read the attention calls of a module in the body, in passes of the training step."""
-    readers: list[AttentionReader | None] = []  # one for each running use of the module
+    """Read the attention calls of a module in the body, in passes of the training step.
+
+    If the compiler makes graphs of its forward method, these read the calls.
+    """
+    uses: list[AbstractContextManager[Any] | None] = []  # one for each running use of the module
 
     def is_innermost() -> bool:
-        return _RUNNING.modules[-1:] == [module] and is_active()
+        return RUNNING.modules[-1:] == [module] and is_active()
 
     # A forward hook that returns a value other than None replaces the output.
-    def enter(module: nn.Module, inputs: object) -> None:
-        reader = AttentionReader(on_call, is_innermost) if is_active() and is_training_use() else None
-        readers.append(reader)
-        if reader is not None:
-            _RUNNING.modules.append(module)
-            reader.__enter__()  # type: ignore[no-untyped-call]
+    @skips_frames
+    def enter(module: nn.Module, inputs: object, is_compiled: bool) -> None:
+        use: AbstractContextManager[Any] | None = None
+        if is_active() and is_training_use():
+            use = nullcontext() if is_compiled else AttentionReader(on_call, is_innermost)
+        uses.append(use)
+        if use is not None:
+            RUNNING.modules.append(module)
+            use.__enter__()
 
     def leave(module: nn.Module, inputs: object, output: object) -> None:
-        if readers and (reader := readers.pop()) is not None:
-            reader.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            _RUNNING.modules.pop()
+        if uses and (use := uses.pop()) is not None:
+            use.__exit__(None, None, None)
+            RUNNING.modules.pop()
 
     hook = InternalFunction(leave)
     handles = [
-        module.register_forward_pre_hook(InternalFunction(enter)),
+        module.register_forward_pre_hook(FunctionBeforeForward(enter)),
         module.register_forward_hook(hook, always_call=True),
     ]
     # Private: torch only looks up whether the key is in this table, whose values are True (torch 2.9 to 2.15). The
@@ -79,5 +86,5 @@ def attention_read(
     finally:
         for handle in handles:
             handle.remove()
-        while readers:  # torch calls no forward hook after an interruption
+        while uses:  # torch calls no forward hook after an interruption
             leave(module, (), None)

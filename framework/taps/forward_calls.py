@@ -19,23 +19,33 @@ ForwardCallback = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any],
 """A module hook with the arguments of ``register_forward_hook(with_kwargs=True)``."""
 
 
-def forward_callback(
+def forward_function(
     owner: TapOwner, tap: ForwardTap, is_active: Callable[[], bool], passes: RunningPasses, *, audit: bool
-) -> ForwardCallback:
-    """Return a module hook that calls the tap, with no tap active inside of it.
+) -> Callable[[tuple[Any, ...]], None]:
+    """Return a function of (args, kwargs, output) that calls the tap, with no tap active inside of it.
 
     It raises :class:`StateMutationError` if the tap changed a tensor. ``audit`` compares every byte.
     """
 
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        if not (is_active() and is_training_use()):
+    def on_call(call: tuple[Any, ...]) -> None:
+        if not is_active():
             return
-        all_tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
+        all_tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor)]
         if any(map(is_symbolic, all_tensors)):
             return
-        detached = tree_map_only(Tensor, Tensor.detach, (args, kwargs, output))
+        detached = tree_map_only(Tensor, Tensor.detach, call)
         function = partial(tap.function, ForwardCall(*detached))
         call_unchanged(owner, tap.target, function, all_tensors, "an input or output", passes, audit=audit)
+
+    return on_call
+
+
+def after_forward(on_call: Callable[[tuple[Any, ...]], None]) -> ForwardCallback:
+    """Return a module hook that calls a function in forward passes of the training."""
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        if is_training_use():
+            on_call((args, kwargs, output))
 
     return after
 

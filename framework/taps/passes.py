@@ -1,7 +1,5 @@
 """The passes through the model that are running, which determine the taps that are called."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 
 
@@ -9,11 +7,10 @@ class Pass(Enum):
     """A pass through the model; each tap is called in one kind of pass."""
 
     OWN = "a pass of the training step"
-    SEPARATE = "the additional eager pass of a step, for taps that do not work in a compiled pass"
     OTHER = "a pass of a hook, an evaluation or an optimizer's closure, in which no tap is called"
 
 
-OTHER = Pass.OTHER  # until Python 3.12, each look-up of a member calls a Python function
+OWN, OTHER = Pass.OWN, Pass.OTHER  # until Python 3.12, each look-up of a member calls a Python function
 
 
 class RunningPasses:
@@ -26,7 +23,7 @@ class RunningPasses:
     def __init__(self) -> None:
         # A stack, not the previous kind in each context: autograd has one thread per device, so with several devices
         # functions of taps may overlap and leave their contexts in another order than they entered them.
-        self.kinds = [Pass.OWN]
+        self.kinds = [OWN]
         self.have_called_taps = False
         """Whether a callback of a tap on a module was called yet in a pass of the training step."""
 
@@ -35,12 +32,3 @@ class RunningPasses:
 
     def __exit__(self, *error: object) -> None:
         self.kinds.pop()
-
-    @contextmanager
-    def separate(self) -> Iterator[None]:
-        """Enter the separate pass in the body."""
-        self.kinds.append(Pass.SEPARATE)
-        try:
-            yield
-        finally:
-            self.kinds.pop()

@@ -130,7 +130,7 @@ class ScoreTraces:
             weight = next(iter(weights), None)
         else:
             return
-        if isinstance(weight, nn.Parameter) and weight.ndim == 2:
+        if _is_parameter(weight) and weight.ndim == 2:
             self._outputs[id(weight)] = weight, result
 
     def _start(self, name: str, args: Any, kwargs: Mapping[str, Any], result: Tensor) -> None:
@@ -182,6 +182,13 @@ class ScoreTraces:
         else:
             return
         self._traces[result] = trace
+
+
+def _is_parameter(tensor: Any) -> bool:
+    """Return whether a tensor is a parameter, or stands for one while AOTAutograd records a graph."""
+    if type(tensor).__module__ == "torch._subclasses.functional_tensor":
+        tensor = torch._from_functional_tensor(tensor.elem)
+    return isinstance(tensor, nn.Parameter)
 
 
 def as_computed(tensor: Tensor) -> Tensor:

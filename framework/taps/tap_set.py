@@ -1,32 +1,46 @@
 """The taps of a run: attached to the model, disabled in passes of hooks, removed at the end."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
+from typing import Any
 
 from torch import nn
 
+from ..errors import listed, notice
 from ..hooks import Tap, TapOwner
-from ..state import InternalFunction, Traces, has_compiled_code
+from ..state import InternalFunction, has_compiled_code
 from ..training import eagerly, is_compiled
-from .attached_tap import ATTACHED, DETACHED, AttachedTap, TapState
-from .passes import Pass, RunningPasses
+from .attached_tap import ATTACHED, DETACHED, AttachedTap
+from .compiled_checks import CHECKS
+from .passes import OWN, RunningPasses
 
 
 class TapSet:
     """The taps of a run, in the order of their hooks, and the passes that are running now."""
 
-    def __init__(self, model: nn.Module, *, audit: bool = False, compiled: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, *, audit: bool = False, compiled: bool = False, keeps_all: bool = False
+    ) -> None:
         """Create an empty set; ``audit`` compares every byte of a gradient before and after each tap.
 
-        ``compiled`` is set if the model is part of a compiled module that is trained.
+        ``compiled`` is set if the model is part of a compiled module that is trained, ``keeps_all`` if taps are kept
+        that change the numbers of a graph of torch.compile.
         """
         self._model = model
         self._audit = audit
         self._compiled = compiled or is_compiled(model)
+        is_container = self._compiled and type(model).__module__.startswith("torch.nn.")  # its parts are compiled
+        self._has_compiled_parts = is_container or any(map(is_compiled, model.children()))
         self._taps: dict[TapOwner, list[AttachedTap]] = {}
         self._passes = RunningPasses()
-        self._traces = Traces.count
+        self._results = len(CHECKS.results)
+        self._keeps_all = keeps_all
+        self.graphs: dict[str, Any] = {"compared": 0, "changed_by": [], "kept": keeps_all}
+        """The number of compiled graphs that were compared with and without taps, and the taps that changed numbers."""
         self._call_watch = ExitStack()
+        self._watches_calls = False
+        self._steps = 0
         self._awaits_call = False
         """Whether compiled code existed before the step, and neither the model nor a tap was called since."""
         self.is_idle = not self._compiled
@@ -38,15 +52,15 @@ class TapSet:
         Raises:
             UsageError: a tap cannot be attached; all taps are then removed from the model.
         """
+        CHECKS.keeps_all = self._keeps_all
         try:
             for declared in taps:
                 self.is_idle = False
                 tap = AttachedTap(
-                    owner, declared, self._model, self._passes, compiled=self._compiled, audit=self._audit
+                    owner, declared, self._model, self._passes, compiled=self._has_compiled_parts, audit=self._audit
                 )
                 self._taps.setdefault(owner, []).append(tap)
-                if tap.state is not TapState.SEPARATE:
-                    tap.attach()
+                tap.attach()
         except BaseException:
             self.remove()
             raise
@@ -54,23 +68,33 @@ class TapSet:
     def arrange(self) -> None:
         """Attach taps to modules for steps on which they are due, and detach them otherwise; called before each step.
 
-        PyTorch calls modules without hooks faster.
+        PyTorch calls modules without hooks faster. Taps stay attached where a graph of torch.compile may be compiled,
+        which otherwise would not contain them: in the first step, in compiled models, and if a graph has called them.
         """
-        self._traces = Traces.count
+        self._steps += 1
+        if self._steps > 1 and not (self._compiled or (self._steps == 2 and self._is_uncalled)):
+            taps = [*chain(*self._taps.values())]
+            if not any(tap.is_in_graph for tap in taps):
+                for tap in taps:
+                    tap.leave_graphs()
+            self._detach_idle()
+        self._awaits_call = not self._passes.have_called_taps and has_compiled_code()
+        if self._awaits_call and not self._watches_calls:
+            # It stays, since graphs are compiled again if a module has another number of hooks.
+            self._watches_calls = True
+            handle = self._model.register_forward_pre_hook(InternalFunction(self._note_call))
+            self._call_watch.callback(handle.remove)
+
+    def _detach_idle(self) -> None:
         for owner, taps in self._taps.items():
             # is_due() is called once per hook: a hook may tap every module of a model.
             outdated = DETACHED if owner.is_due() else ATTACHED
             for tap in taps:
-                if tap.state is outdated:
+                if tap.state is outdated and not tap.is_in_graph:
                     tap.switch()
-        self._call_watch.close()
-        if not self._compiled and not self._passes.have_called_taps and has_compiled_code():
-            self._awaits_call = True
-            handle = self._model.register_forward_pre_hook(InternalFunction(self._note_call))
-            self._call_watch.callback(handle.remove)
 
     def _note_call(self, module: nn.Module, inputs: object) -> None:
-        if self._passes.kinds[-1] is Pass.OWN:
+        if self._passes.kinds[-1] is OWN:
             self._awaits_call = False
 
     def disabled(self) -> AbstractContextManager[None]:
@@ -91,58 +115,44 @@ class TapSet:
 
     @property
     def is_bypassed(self) -> bool:
-        """Whether the step that has just run called modules in a compiled function, where their taps do nothing.
+        """Whether the training calls only code that was compiled before the taps were attached.
 
-        Such a function calls the model, as in ``torch.compile(loss_of)``, so the model does not show that it is
-        compiled. The compiler has traced taps, or has compiled the function before the step, which then called neither
-        taps nor the model. Without compiled code, modules whose taps are not called are just not called.
+        The first step may begin after its pass, before which the next one compiles such code again. Without compiled
+        code, modules whose taps are not called are just not called.
         """
-        self._call_watch.close()
-        if self._compiled or not any(self._attached_taps()):
-            return False
-        return Traces.count != self._traces or (self._awaits_call and not self._passes.have_called_taps)
+        return self._steps > 1 and self._is_uncalled
 
-    def _attached_taps(self) -> Iterator[AttachedTap]:
-        return (tap for taps in self._taps.values() for tap in taps if tap.state is TapState.ATTACHED)
+    @property
+    def _is_uncalled(self) -> bool:
+        is_attached = any(tap.state is ATTACHED for taps in self._taps.values() for tap in taps)
+        return is_attached and self._awaits_call and not self._passes.have_called_taps
 
-    def separate(self) -> set[str]:
-        """Call taps in separate passes from now on, as in a compiled model; return the hooks for which that fails."""
-        self._compiled = True
-        taps = [tap for taps in self._taps.values() for tap in taps if tap.state is not TapState.PERMANENT]
-        for tap in taps:
-            tap.separate()
-        return {tap.owner.hook for tap in taps if tap.replaces}
+    def describe_new_graphs(self) -> str:
+        """Describe the comparisons of graphs with and without taps since the last call; empty if there were none.
+
+        A notice names the taps that change numbers.
+        """
+        results = CHECKS.results[self._results + self.graphs["compared"] :]
+        if not results:
+            return ""
+        self.graphs["compared"] += len(results)
+        known = self.graphs["changed_by"]
+        if changed := [label for label in dict.fromkeys(chain(*results)) if label not in known]:
+            known += changed
+            effect = (
+                "change the last bits of the training, which is treated by them (compiled='all')"
+                if self._keeps_all
+                else "would change the last bits of the training, so they are left out; compiled='all' keeps them"
+            )
+            notice(f"In the graphs of torch.compile, the taps on {listed(changed)} {effect}.")
+        verb = "changes" if known and self._keeps_all else "leaves"
+        end = "" if known and self._keeps_all else " unchanged"
+        return f"Observing {verb} the compiled graphs' numbers{end}: {self.graphs['compared']} compared bit for bit."
 
     @property
     def hooks(self) -> set[str]:
         """Names of the hooks with taps."""
         return {owner.hook for owner, taps in self._taps.items() if taps}
-
-    @property
-    def hooks_with_separate_pass(self) -> set[str]:
-        """Names of the hooks with a tap that does not work in a compiled pass."""
-        return {tap.owner.hook for tap in self._separate_taps()}
-
-    @property
-    def needs_separate_pass(self) -> bool:
-        """Whether a tap is due now that does not work in a compiled pass."""
-        if not self._compiled:
-            return False
-        due_taps = [taps for owner, taps in self._taps.items() if owner.is_due()]
-        return any(tap.state is TapState.SEPARATE for taps in due_taps for tap in taps)
-
-    def run_separate_pass(self, compute_gradients: Callable[[], object]) -> None:
-        """Run an eager pass for exactly those taps that do not work in a compiled pass."""
-        with ExitStack() as stack:
-            stack.enter_context(self._passes.separate())
-            stack.enter_context(eagerly())
-            for tap in self._separate_taps():
-                stack.callback(tap.detach)
-                tap.attach()
-            compute_gradients()
-
-    def _separate_taps(self) -> list[AttachedTap]:
-        return [tap for taps in self._taps.values() for tap in taps if tap.state is TapState.SEPARATE]
 
     def remove(self) -> None:
         """Remove all taps from the model, the last one first, also if the removal of one raises."""

@@ -1,6 +1,6 @@
 """Taps on the parts of a weight's gradient: from one module, or from the rest of the model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..hooks import OnGradient
+from ..state import skips_frames
 from .callbacks import ForwardCallbacks
 
 
@@ -27,39 +28,50 @@ def weight_callbacks(on_gradient: OnGradient, is_active: Callable[[], bool]) -> 
     def after(module: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
         start = start_numbers.pop()
         if torch.is_grad_enabled() and is_active():
-            weight: Any = module._parameters["weight"]
-            for node, index in _uses(weight, output, start):
-                node.register_hook(partial(_apply_tap, on_gradient, weight.dtype, index))
+            tap_uses(module._parameters["weight"], output, start, on_gradient)  # type: ignore[arg-type]
 
     return before, after
+
+
+def tap_uses(
+    weight: Tensor, output: object, start: int, on_gradient: OnGradient, excluded: Collection[tuple[Any, int]] = ()
+) -> None:
+    """Tap the gradients that a weight gets from the nodes of an output with numbers from ``start``."""
+    for node, index in weight_uses(weight, output, start):
+        if (node, index) not in excluded:
+            node.register_hook(partial(_apply_tap, on_gradient, weight.dtype, index))
 
 
 def elsewhere_callbacks(
     on_gradient: OnGradient, is_active: Callable[[], bool], module: nn.Module
 ) -> tuple[ForwardCallbacks, ForwardCallbacks]:
-    """Return callbacks for a module and for the model that tap the weight's gradient from outside of the module."""
+    """Return callbacks for a module and for the model that tap the weight's gradient from outside of the module.
+
+    The one before the model's forward is for a :class:`FunctionBeforeForward`.
+    """
     module_start, model_start, module_uses = [0], [0], set[tuple[Any, int]]()
 
-    def record_start(start: list[int], module: nn.Module, inputs: tuple[object, ...]) -> None:
-        start[0] = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    def before_module(_: nn.Module, inputs: tuple[object, ...]) -> None:
+        module_start[0] = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
-    def uses(output: object, start: int) -> list[tuple[Any, int]]:
-        is_tapped = torch.is_grad_enabled() and is_active()
-        return _uses(module._parameters["weight"], output, start) if is_tapped else []  # type: ignore[arg-type]
+    @skips_frames
+    def before_model(_: nn.Module, inputs: tuple[object, ...], is_compiled: bool) -> None:
+        model_start[:] = [] if is_compiled else [torch._C._autograd._get_sequence_nr()]  # type: ignore[attr-defined]
 
     def after_module(_: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
-        module_uses.update(uses(output, module_start[0]))
+        if torch.is_grad_enabled() and is_active():
+            module_uses.update(weight_uses(module._parameters["weight"], output, module_start[0]))  # type: ignore[arg-type]
 
     def after_model(_: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
-        for node, index in uses(output, model_start[0]):
-            if (node, index) not in module_uses:
-                node.register_hook(partial(_apply_tap, on_gradient, module.get_parameter("weight").dtype, index))
+        if torch.is_grad_enabled() and is_active():
+            for start in model_start:  # none if the compiler makes graphs of the pass, which call the tap
+                tap_uses(module._parameters["weight"], output, start, on_gradient, module_uses)  # type: ignore[arg-type]
         module_uses.clear()
 
-    return (partial(record_start, module_start), after_module), (partial(record_start, model_start), after_model)
+    return (before_module, after_module), (before_model, after_model)
 
 
-def _uses(weight: Tensor, output: object, start: int) -> list[tuple[Any, int]]:
+def weight_uses(weight: Tensor, output: object, start: int) -> list[tuple[Any, int]]:
     """Return the nodes with numbers from ``start`` that send gradients to a leaf, each with the index of that gradient.
 
     A node that casts the leaf counts as the leaf: under autocast, other modules may use the same cast.
@@ -80,8 +92,11 @@ def _uses(weight: Tensor, output: object, start: int) -> list[tuple[Any, int]]:
 
 
 def _is_leaf(node: Any, weight: Tensor) -> bool:
-    # AccumulateGrad is the node that adds gradients to a leaf, and its `variable` is the leaf itself.
-    return node is not None and node.name() == "torch::autograd::AccumulateGrad" and node.variable is weight
+    # AccumulateGrad is the node that adds gradients to a leaf, and its `variable` is the leaf itself. While
+    # AOTAutograd records a graph, parameters are no leaves.
+    if node is None or node is weight.grad_fn:
+        return node is not None
+    return bool(node.name() == "torch::autograd::AccumulateGrad" and node.variable is weight)
 
 
 def _is_cast(node: Any, weight: Tensor) -> bool:

@@ -22,7 +22,7 @@ from ..tensors import Vector, accumulate, axpy, copied, gradients, minus, norm, 
 from .compilation import eagerly
 from .hessian_check import find_problem
 from .profiler import Profiler
-from .train_step import TrainingTask, borrowed_scaler, forward_backward, measure_gradients
+from .train_step import TrainingTask, borrowed_scaler, measure_gradients
 from .user_functions import check_number, loss_with_graph, without_graph
 
 Method = Literal["exact", "finite_difference"]
@@ -168,11 +168,6 @@ class LossProbe:
             check_number(loss)
             return loss
         return loss_with_graph(compute_loss, self._model, part).detach()  # frees its graph before the next part
-
-    def run_once(self, batch: Batch) -> None:
-        """Run one forward and backward pass, for taps; the loss has the run's scale, and gradients may overflow."""
-        with self._borrowed_state():
-            self._gradient(batch, forward_backward)
 
     def loss_with_graph(self, batch: Batch) -> Tensor:
         """Return the loss of the first micro-batch with its graph, from which hooks read the structure of the model.

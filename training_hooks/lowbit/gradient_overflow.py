@@ -77,9 +77,9 @@ class GradientOverflow(TrainingHook):
 
     Assumes that the blocks of a parameter or its gradient are along its last dimension as stored, in hypothetical
     casts; in ``Conv1D`` that is not the dimension that a product sums over. Blocks of quantised layers follow the
-    recipe. In a compiled model, hypothetical casts of activations and output gradients need a separate pass. Output
-    gradients within torch's attention and within experts are not measured. A delayed rule of a hypothetical cast has
-    the history of the measured steps only; for activations and output gradients each rank has a separate history.
+    recipe. Output gradients within torch's attention and within experts are not measured. A delayed rule of a
+    hypothetical cast has the history of the measured steps only; for activations and output gradients each rank has a
+    separate history.
 
     Args:
         interval: steps between two rounds of hypothetical casts.

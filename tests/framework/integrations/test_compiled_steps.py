@@ -1,6 +1,8 @@
 """Optimizers, losses and steps that torch compiles: hooks observe them without a change of their graphs and bits."""
 
+import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import loopscope
 import pytest
 import torch
+from loopscope.errors import RunNotice
 from torch import Tensor, nn
 
 
@@ -78,20 +81,19 @@ bare_training = cache(train)
 @pytest.mark.parametrize("group", ["health", "observers"])
 @pytest.mark.parametrize("compiled", ["loss", "update", "step"])
 def test_hooks_keep_bits_of_compiled_functions(tmp_path: Path, compiled: str, group: str) -> None:
-    """Taps break no graph of a compiled loss; it may only be compiled again without them."""
+    """Taps break no graph of a compiled loss."""
     bare, breaks = bare_training(compiled)
-    weights, breaks_with_hooks = train(compiled, with_hooks=group, loss=loss_of, out=tmp_path / "run")
+    weights, breaks_with_hooks = train(compiled, with_hooks=group, out=tmp_path / "run")
     assert weights == bare
     assert compiled != "loss" or breaks_with_hooks == breaks == 0
 
 
 @pytest.mark.compile
-def test_taps_in_compiled_functions_use_another_pass(tmp_path: Path) -> None:
-    """Without a loss function for that pass, the hook is left out by name."""
-    train("loss", hooks=["activations"], loss=loss_of, out=tmp_path / "separate")
-    assert '"activations/' in (tmp_path / "separate" / "separate.jsonl").read_text()
-    train("loss", with_hooks="health", out=tmp_path / "without")
-    assert '"activations"' in (tmp_path / "without" / "summary.json").read_text().partition("hooks_left_out")[2]
+def test_compiled_functions_need_no_loss_function(tmp_path: Path) -> None:
+    """Taps receive the values of the training's pass, without a break of its graph."""
+    weights, breaks = train("loss", hooks=["activations"], out=tmp_path / "run")
+    assert (weights, breaks) == bare_training("loss")
+    assert '"activations/' in (tmp_path / "run" / "run.jsonl").read_text()
 
 
 @pytest.mark.compile
@@ -128,20 +130,19 @@ def test_other_compiled_code_hides_no_modules(tmp_path: Path) -> None:
 
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_functions_compiled_before_attach_are_noticed(tmp_path: Path) -> None:
-    """The warm function calls neither the taps nor the model, so the tap gets a separate pass."""
+def test_functions_compiled_before_attach_are_reported(tmp_path: Path) -> None:
+    """The warm function calls no tap: the named hook is left out, and the training continues."""
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     compute = torch.compile(lambda batch: loss_of(model, batch), backend="aot_eager")
     compute(DATA[0]).backward()
     optimizer.zero_grad()
-    options: dict[str, Any] = {"hooks": ["activations"], "loss": loss_of, "display": "none"}
-    with loopscope.attach(model, optimizer, out=tmp_path / "run", **options) as scope:
-        for batch in scope.batches(DATA):
-            scope.backward(compute(batch))
+    with loopscope.attach(model, optimizer, out=tmp_path / "run", hooks=["activations"], display="none") as scope:
+        for step, batch in enumerate(scope.batches(DATA)):
+            with pytest.warns(RunNotice, match="compiled before the hooks started") if step == 1 else nullcontext():
+                scope.backward(compute(batch))
             optimizer.step()
             optimizer.zero_grad()
-        taps = scope._attached.manager.taps
-    assert '"activations/' in (tmp_path / "run" / "run.jsonl").read_text()
-    assert taps.hooks_with_separate_pass or not taps.hooks
+        assert scope._attached.manager.state.loop.step == len(DATA)
+    assert "activations" in json.loads((tmp_path / "run" / "summary.json").read_text())["hooks_left_out"]

@@ -73,7 +73,6 @@ def test_inactive_taps_count_nothing():
     taps = attached(model, QuantizationTap("0", counts))
     with taps.disabled():
         step(model)
-    taps.run_separate_pass(lambda: step(model))
     taps.remove()
     step(model)
     assert counts == {}
