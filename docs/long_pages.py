@@ -6,7 +6,7 @@ page with a generated part between two comments.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,13 +118,28 @@ def zoo() -> list[str]:
 def trainers() -> list[str]:
     """Return the date, the counts, and the number of rows of each kind of training, of both measurements."""
     alone, watched = measured("trainer-matrix"), measured("watched-trainings")
-    return [*_trained(alone), "", "Under `loopscope watch`:", "", *_trained(watched)]
+    done = {row["configuration"] for row in rows(watched)}
+    left = _kinds(row for row in rows(alone) if row["configuration"] not in done)
+    untried = ["", f"Not trained under it yet: {left}."] if left else []
+    return [*_trained(alone), "", "Under `loopscope watch`:", "", *_trained(watched), *untried]
 
 
 def _trained(text: str) -> list[str]:
-    kinds = Counter(row["configuration"].partition(": ")[0] for row in rows(text))
-    named = ", ".join(f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.items() if kind != "Control")
-    return [*text.partition("\n|")[0].rstrip().splitlines(), "", f"Trained, with the number of rows: {named}."]
+    return [
+        *text.partition("\n|")[0].rstrip().splitlines(),
+        "",
+        f"Trained, with the number of rows: {_kinds(rows(text))}.",
+    ]
+
+
+def _kinds(tried: Iterable[Mapping[str, str]]) -> str:
+    """Return the kinds of training of some rows, with their numbers; the controls are no kind.
+
+    >>> _kinds([{"configuration": "GAN: two"}, {"configuration": "GAN: one"}, {"configuration": "PPO"}])
+    'GAN (2), PPO'
+    """
+    kinds = Counter(row["configuration"].partition(": ")[0] for row in tried)
+    return ", ".join(f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.items() if kind != "Control")
 
 
 def real_models() -> list[str]:
