@@ -7,15 +7,9 @@ import argparse
 import json
 import math
 import os
-import shlex
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, stdev
@@ -23,19 +17,25 @@ from typing import Any
 
 from ..errors import LoopscopeError, UsageError, counted, listed, require, unknown
 from ..sequential_test import Judgement, judge, pairs_needed
-from .watch import CommandOfOthers, positive_count, problem_of, refused_command, watched_environment
+from .equal_numbers import STATUS as NUMBERS_STATUS
+from .equal_numbers import STEPS, compare_numbers, numbers_text, refuse_other_options
+from .equal_sides import Side, sides_of
+from .watch import CommandOfOthers, positive_count, refused_command
 
 USAGE = """loopscope equal [OPTIONS] "COMMAND A" "COMMAND B"
        loopscope equal [OPTIONS] --git REVISION..REVISION "COMMAND"
        loopscope equal [OPTIONS] FOLDER FOLDER
+       loopscope equal --numbers [--steps N] "COMMAND A" "COMMAND B"
 
 Is B better than A, worse, or equal within a margin? Both commands are run unchanged, in pairs with the same number
 added to every seed that the script sets, until the answer is known: its interval holds at every look. Two folders with
-runs are compared as they are, paired in the order of their names.
-Exit status: 0 for equal or better, 1 for worse, 2 for bad input, 3 if the pairs do not decide.
+runs are compared as they are, paired in the order of their names. With --numbers, do two layouts compute the same? The
+gradients and updates of their first steps are compared with what rounding changes.
+Exit status: 0 for equal or better, 1 for worse or different, 2 for bad input, 3 if the runs do not decide.
 
   loopscope equal "python train.py" "python train.py --warmup 100" --metric val_loss --within 0.5%%
   loopscope equal --git main..HEAD "python train.py" --pairs 20
+  loopscope equal --numbers "python train.py" "python train.py --accumulate 4"
 """
 ALPHA = 0.05
 """The probability that any answer of a question, or of all questions of a ledger, is wrong."""
@@ -55,6 +55,8 @@ def equal_parser() -> argparse.ArgumentParser:
     add("--within", metavar="MARGIN", type=_margin, default="1%", help="differences that do not matter (1%%)")
     add("--pairs", metavar="N", type=positive_count, default=12, help="the most pairs of runs (12)")
     add("--ledger", metavar="FILE", help="share one error of 5 %% among all questions that name this file")
+    add("--numbers", action="store_true", help="compare gradients and updates up to rounding, not a metric")
+    add("--steps", metavar="N", type=positive_count, help=f"the steps that --numbers compares ({STEPS})")
     add("--out", metavar="DIR", default="loopscope-runs/equal", help="the folder of the runs (loopscope-runs/equal)")
     add("--json", action="store_true", help="write one JSON object of at most 4 kB")
     add("--help", "-h", action="help", help="show this text and exit")
@@ -74,8 +76,14 @@ def _margin(text: str) -> str:
 
 def equal(words: Sequence[str]) -> int:
     """Answer the question, and return the exit status."""
-    given = equal_parser().parse_intermixed_args(words)
+    parser = equal_parser()
+    given = parser.parse_intermixed_args(words)
     try:
+        refuse_other_options(given, parser.parse_args([]))
+        if given.numbers:
+            compared = compare_numbers(given)
+            sys.stdout.write(f"{json.dumps(compared) if given.json else numbers_text(compared)}\n")
+            return NUMBERS_STATUS[compared["answer"]]
         with ExitStack() as contexts:
             recorded = _recorded_pairs(given)
             question = Question.of(given)
@@ -223,88 +231,29 @@ def _recorded_pairs(given: argparse.Namespace) -> Iterator[tuple[Values, Values]
     return ((_final_values(left), _final_values(right)) for left, right in zip(a, b, strict=True))
 
 
-@dataclass(frozen=True)
-class _Side:
-    """A command, and the folder in which it runs."""
-
-    name: str
-    command: Sequence[str]
-    folder: Path
-
-    def run(self, out: Path, seed: int, *, again: bool = False) -> Values:
-        """Run the command with a number added to its seeds, and return the final values of its metrics.
-
-        Raises:
-            UsageError: if the command fails, or trains nothing.
-        """
-        from ..runs import CONFIG
-
-        folder = out / f"{self.name}_{seed}{'_again' if again else ''}"
-        options = {"with_hooks": "none", "display": "none", "out": str(folder), "overwrite": True}
-        environment = {**os.environ, **watched_environment(self.command, options, seed)}
-        out.mkdir(parents=True, exist_ok=True)
-        if (folder / CONFIG).is_file():  # of an earlier question, whose values must not count for this one
-            shutil.rmtree(folder)
-        log = folder.with_suffix(".txt")
-        with log.open("w") as output:
-            status = subprocess.run(
-                self.command, cwd=self.folder, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
-            ).returncode
-        text = shlex.join(self.command)
-        require(status == 0, f"{text} ended with status {status}; its output is in {log}.")
-        require(folder.is_dir(), f"{text} has made no step of an optimizer of torch; its output is in {log}.")
-        return _final_values(folder)
-
-
 def _run_pairs(given: argparse.Namespace, contexts: ExitStack) -> Iterator[tuple[Values, ...]]:
     """Return the pairs of runs of two commands, each made when it is asked for; A also runs first in turn."""
-    a, b = _sides(given, contexts)
+    a, b = sides_of(given, contexts)
     return _pairs_of(a, b, given.pairs, Path(given.out).absolute())
 
 
-def _pairs_of(a: _Side, b: _Side, number: int, out: Path) -> Iterator[tuple[Values, ...]]:
+def _pairs_of(a: Side, b: Side, number: int, out: Path) -> Iterator[tuple[Values, ...]]:
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for seed in progress.track(range(number), description="pairs of runs"):
-            values = {side.name: side.run(out, seed) for side in ((a, b) if seed % 2 == 0 else (b, a))}
-            repeated = [a.run(out, seed, again=True)] if seed == 0 else []
+            values = {side.name: _values_of(side, out, seed) for side in ((a, b) if seed % 2 == 0 else (b, a))}
+            repeated = [_values_of(a, out, seed, again=True)] if seed == 0 else []
             yield values["a"], values["b"], *repeated
 
 
-def _sides(given: argparse.Namespace, contexts: ExitStack) -> tuple[_Side, _Side]:
-    """Return both commands with their folders; the trees of revisions exist until the end of the context."""
-    here, number = Path.cwd(), 1 if given.git else 2
-    takes = "--git takes one command" if given.git else "loopscope equal takes two commands or two folders"
-    require(len(given.sides) == number, f"{takes}, each in quotes, but got {len(given.sides)}.")
-    commands = [shlex.split(side) for side in given.sides]
-    for command in commands:
-        if problem := problem_of(command, "equal"):
-            raise UsageError(problem[0])
-    if not given.git:
-        return _Side("a", commands[0], here), _Side("b", commands[1], here)
-    revisions = given.git.split("..")
-    require(len(revisions) == 2 and all(revisions), f"--git is {given.git!r}; give two revisions such as main..HEAD.")
-    trees = [contexts.enter_context(_tree(revision)) for revision in revisions]
-    return _Side("a", commands[0], trees[0]), _Side("b", commands[0], trees[1])
-
-
-@contextmanager
-def _tree(revision: str) -> Iterator[Path]:
-    """Yield the folder of a revision that corresponds to this one, in a temporary work tree of git."""
-    git = partial(subprocess.run, capture_output=True, text=True, check=False)
-    prefix = git(["git", "rev-parse", "--show-prefix"])
-    require(prefix.returncode == 0, "--git needs a folder in a git repository.")
-    with tempfile.TemporaryDirectory(prefix="loopscope-equal-") as folder:
-        tree = Path(folder, "tree")
-        added = git(["git", "worktree", "add", "--detach", str(tree), revision])
-        require(added.returncode == 0, f"git has no tree of {revision!r}: {added.stderr.strip()}")
-        try:
-            yield tree / prefix.stdout.strip()
-        finally:
-            git(["git", "worktree", "remove", "--force", str(tree)])
+def _values_of(side: Side, out: Path, seed: int, *, again: bool = False) -> Values:
+    """Run a command with a number added to its seeds, and return the final values of its metrics."""
+    folder = out / f"{side.name}_{seed}{'_again' if again else ''}"
+    side.run(folder, {"with_hooks": "none"}, seed)
+    return _final_values(folder)
 
 
 def _share(number: int) -> float:

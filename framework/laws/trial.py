@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ..state import RandomStreams
-from ..tensors import trainable
+from ..tensors import laid_out_like, trainable
 from .bundles import Bundles
 from .equal_noise import EqualNoise
 from .recorded_step import Constant, RecordedStep
@@ -351,16 +351,28 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 @torch.no_grad()
 def move_weights(model: nn.Module, seed: int, precision: torch.dtype | None) -> None:
-    """Move every weight to the next larger or smaller number of its type, in random directions.
+    """Move every weight to one of its neighbours; see :func:`moved_weights`."""
+    moved = moved_weights(model, seed, precision)
+    for name, parameter in model.named_parameters():
+        if name in moved:
+            parameter.copy_(moved[name])
+
+
+@torch.no_grad()
+def moved_weights(model: nn.Module, seed: int, precision: torch.dtype | None) -> dict[str, Tensor]:
+    """Return for every weight the next larger or smaller number of its type, in random directions.
 
     With autocast to a lower ``precision``, it is the next number of that type, since smaller moves are rounded away.
     """
-    for index, parameter in enumerate(model.parameters()):
+    moved = {}
+    for index, (name, parameter) in enumerate(model.named_parameters()):
         if not parameter.is_floating_point():
             continue
         generator = torch.Generator().manual_seed(1000 * seed + index)
         signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
+        signs = laid_out_like(signs, parameter).to(parameter.dtype)
         if parameter.dtype in (torch.float32, torch.float64) and precision is None:
-            parameter.copy_(torch.nextafter(parameter, signs.to(parameter.dtype) * torch.inf))
+            moved[name] = torch.nextafter(parameter, signs * torch.inf)
         else:  # torch.nextafter does not support float16 and bfloat16 on every device
-            parameter.mul_(1 + signs.to(parameter.dtype) * torch.finfo(precision or parameter.dtype).eps)
+            moved[name] = parameter * (1 + signs * torch.finfo(precision or parameter.dtype).eps)
+    return moved
