@@ -126,7 +126,7 @@ class TargetNetworkStuck(Detector):
 
     name = "target-network-stuck"
     stage = "set-up"
-    updates = Threshold(500, "updates without any change; usual are 1 to 250, and 2,500 in stable-baselines3")
+    updates = Threshold(300, "updates without any change; usual are 1 to 250, and 2,500 in stable-baselines3")
     checks = Threshold(8, "at which both are equal; a network that is copied now and then differs at most of them")
     needs = ()
 
