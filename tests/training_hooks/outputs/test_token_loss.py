@@ -153,7 +153,7 @@ def test_targets_are_read_from_the_loss(name, parts):
     assert found == pytest.approx(measured(plain, accumulation_steps=parts), rel=1e-5, abs=1e-6)
 
 
-def test_named_labels_are_not_replaced_by_those_of_the_loss():
+def test_the_loss_replaces_no_named_labels():
     model, _, (rows, labels) = case("segmenter")
     with pytest.warns(RunNotice, match="have no known targets"):
         found, _ = trained(
