@@ -201,7 +201,7 @@ class RecordedStep:
         """
         known = dict(enumerate(self.constants)) | dict(constants or {})
         if derive:
-            known |= self._derived(known)
+            known |= self._derived(known, set(constants or ()))
         values: dict[Value, Tensor] = {key: item.clone() for key, item in (outputs or {}).items()}
         seen: list[Tensor] = []
         remaining = len(self.passes)
@@ -227,9 +227,18 @@ class RecordedStep:
         loss = values.get(self.loss) if self.loss is not None else None
         return Replay(seen, loss if loss is not None else torch.tensor(float("nan")))
 
-    def _derived(self, known: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return the derived constants, computed from others."""
+    def _derived(self, known: Mapping[int, Tensor], given: set[int]) -> dict[int, Tensor]:
+        """Return the derived constants, computed from others.
+
+        A given one is only computed again if it comes from another given one: the targets of a batch that a script
+        takes from those of an epoch do not.
+        """
         results: dict[Derived, Tensor] = {}
+        replaced = {self.origins[index]: known[index] for index in given if index in self.origins}
+        following: set[Derived] = set()
+
+        def follows(item: Any) -> bool:
+            return item.index in given if isinstance(item, Constant) else item in following
 
         def resolved(item: Any) -> Any:
             if isinstance(item, Constant):
@@ -238,6 +247,11 @@ class RecordedStep:
 
         for call in self.derivations:
             results.update(zip(call.results, call.run(resolved, call.function, autocast=True), strict=False))
+            if any(map(follows, self.items_of(call))):
+                following.update(call.results)
+            else:
+                results.update((item, replaced[item]) for item in call.results if item in replaced)
+                following.update(replaced.keys() & {*call.results})
         return {index: results[item] for index, item in self.origins.items()}
 
     def forget_unused(self) -> None:

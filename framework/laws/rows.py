@@ -42,6 +42,8 @@ class Rows:
     """Whether a data loader or the targets show the dimension."""
     layouts: Mapping[int, RowLayout]
     """The constants with entries for rows, by index."""
+    is_joined: bool = False
+    """Whether the loss gets whole numbers of all rows one after the other, in the lengths that another tensor has."""
 
     @classmethod
     def of(cls, step: RecordedStep, model: nn.Module, earlier: Sequence[Tensor] = ()) -> "Rows":
@@ -64,7 +66,8 @@ class Rows:
             layout = _layout(tensor, count, dimension, step, inputs, is_input=index in inputs)
             if layout is not None:
                 layouts[index] = layout
-        return cls(count, dimension, is_certain, layouts)
+        others = [tensor for index, tensor in enumerate(step.constants) if index not in inputs]
+        return cls(count, dimension, is_certain, layouts, _has_joined(others, count))
 
     def reordered(self, tensor: Tensor, layout: RowLayout, order: Tensor) -> Tensor:
         """Return a tensor with its rows in another order, some perhaps repeated."""
@@ -82,6 +85,13 @@ class Rows:
         if layout in (RowLayout.COPIES, RowLayout.FLAT_SECOND):
             return tensor.reshape(-1, self.count, *tensor.shape[1:])[:, order].flatten(0, 1)
         return tensor[order]
+
+
+def _has_joined(tensors: Sequence[Tensor], count: int) -> bool:
+    """Return whether a vector has the entries of all rows, such as targets of CTC, and another one their lengths."""
+    vectors = [item for item in tensors if item.ndim == 1 and item.dtype in (torch.int32, torch.int64)]
+    lengths = {int(item.sum()) for item in vectors if len(item) == count} - {count}
+    return any(len(item) in lengths for item in vectors)
 
 
 def _tables(step: RecordedStep) -> set[int]:

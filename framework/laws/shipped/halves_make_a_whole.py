@@ -118,6 +118,8 @@ def _is_of_batch(trial: Trial) -> str:
         return "the model returns a number of the whole batch, such as how its experts are balanced"
     if name := adds_sorted_rows(trial):
         return f"the loss adds up sorted rows in their order by design ({name})"
+    if trial.layout.is_joined:
+        return "the loss gets the targets of all rows joined"
     if _is_ratio(trial):
         return "the loss is a ratio of sums over the batch by design"
     names = {call.name for call in trial.step.calls}
@@ -165,7 +167,7 @@ def _is_ratio(trial: Trial) -> bool:
 
 def _has_terms(trial: Trial) -> bool:
     """Return whether the loss is a sum of terms, of which each may be a mean over other entries of the batch."""
-    return any(not one.ndim and not other.ndim for one, other in _operands(trial, SUMS))
+    return any(not one.ndim and not other.ndim for one, other in _operands(trial, SUMS | {"stack"}))
 
 
 def _broadcast_targets(trial: Trial) -> str:
@@ -189,12 +191,12 @@ def _broadcast_targets(trial: Trial) -> str:
 
 
 def _operands(trial: Trial, names: set[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the operands of calls on two values that depend on outputs."""
+    """Return the first two operands of calls on several values that depend on outputs."""
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def note(call: RecordedCall, arguments: Any, options: Any) -> None:
         given = [item for item in trial.step.items_of(call) if isinstance(item, Value)]
-        if call.name.strip("_i") in names and len(given) == 2:
+        if call.name.strip("_i") in names and len(given) > 1:
             one, other = tensors_within(arguments)[:2]
             found.append((one, other))
 

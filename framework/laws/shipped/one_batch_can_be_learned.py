@@ -53,7 +53,9 @@ class OneBatchCanBeLearned(Law):
             if first - last < LEAST_FALL * abs(first):
                 sentences.append(f"{made} steps on one batch change its loss from {first:.4g} to {last:.4g}")
                 continue
-            if first - last < LEAST_PART * (first - floor) and not _is_mostly_frozen(trial.model):
+            # Outputs that a loss compares with each other are rarely free, such as vectors of length 1.
+            has_floor = not (_is_mostly_frozen(trial.model) or trial.compares_rows)
+            if has_floor and first - last < LEAST_PART * (first - floor):
                 reached = f"{made} steps on one batch reduce its loss from {first:.4g} to {last:.4g}"
                 sentences.append(f"{reached}, where free outputs reach {floor:.4g}")
                 continue

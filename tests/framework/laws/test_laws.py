@@ -297,6 +297,26 @@ def _running_sum(model: nn.Module, batch: Batch) -> Tensor:
     return (model(batch["x"]).cumsum(0) - batch["x"][:, :CLASSES]).square().mean()
 
 
+def _joined_targets(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss of labels of different lengths that are in one vector."""
+    outputs = model(batch["sequence"]).log_softmax(-1).transpose(0, 1)
+    lengths = 1 + torch.arange(ROWS).square() % 3
+    joined = 1 + torch.arange(int(lengths.sum())) % (CLASSES - 1)
+    return F.ctc_loss(outputs, joined, torch.full((ROWS,), TIME), lengths)
+
+
+def _rows_of_an_epoch(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss of some rows, whose targets are taken from those of all rows after the pass."""
+    return F.cross_entropy(model(batch["x"][:8]), batch["y"][:8])
+
+
+def _missing_labels(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the sum of two means, each over the rows that have its label."""
+    errors, has = model(batch["x"])[:, :2].square(), batch["x"][:, :2] > 0
+    means = [torch.where(has[:, task], errors[:, task], 0.0).sum() / has[:, task].sum() for task in range(2)]
+    return torch.stack(means).sum()
+
+
 def _distance(model: nn.Module, batch: Batch) -> Tensor:
     """Return a loss of differences of outputs, in which the bias of the last layer cancels."""
     return (model(batch["x"]) - model(batch["x"].flip(1))).square().mean()
@@ -315,6 +335,10 @@ RIGHT = [
     ("halves_make_a_whole", _survival),
     ("order_does_not_matter", _two_views),
     ("halves_make_a_whole", _two_views),
+    ("order_does_not_matter", _joined_targets),
+    ("halves_make_a_whole", _joined_targets),
+    ("halves_make_a_whole", _missing_labels),
+    ("halves_make_a_whole", _rows_of_an_epoch),
     ("every_parameter_learns", _distance),
     ("loss_starts_at_chance", _between_0_and_1),
     ("loss_starts_at_chance", _rare_class),

@@ -58,7 +58,7 @@ def test_divergences_show_outputs_and_targets(form: str) -> None:
     ("targets", "log_target"),
     [(TEACHER.softmax(-1) * 3, False), (TEACHER.softmax(-1), True), (TEACHER.log_softmax(-1), False)],
 )
-def test_targets_of_another_kind_add_up_to_another_number(targets: Tensor, log_target: bool) -> None:
+def test_targets_of_another_kind_have_another_sum(targets: Tensor, log_target: bool) -> None:
     """Weights, probabilities in place of their logarithms, and the reverse: nothing else is derived from them."""
     found = describe_loss(divergence(logarithms(), targets, log_target=log_target))
     expected = (targets.exp() if log_target else targets).sum(-1).mean().item()
