@@ -117,6 +117,7 @@ def test_quantised_strategies_count_and_all_clip(trained: tuple[Path, str]) -> N
         assert len(summary["metrics"]) == (4 if strategy in QUANTISED else 0)
 
 
+@pytest.mark.slow
 def test_strategies_differ_by_their_casts_only(trained: tuple[Path, str], tokens: Path) -> None:
     first = {}
     for strategy in LowbitLMRunner.strategies:

@@ -185,6 +185,7 @@ def test_epoch_resumes_at_any_batch(make):
             assert drawn(loader, epoch, start) == full_epoch[start:]
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.process
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_workers_yield_the_batches_of_the_main_process(make):

@@ -141,6 +141,7 @@ def test_taps_read_compiled_passes_and_keep_bits(tmp_path: Path, place: str, eve
         torch.testing.assert_close(values, eager.values[name])
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("place", ["model", "blocks"])
 def test_recomputation_of_compiled_blocks_counts_once(tmp_path: Path, place: str) -> None:
     """Within a graph the compiler does not repeat the taps; a block that is a graph runs again in the backward pass."""
@@ -155,6 +156,7 @@ def careless(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[...,
     return lambda *values: tuple(item * (1 + 1e-6) if is_tapped else item for item in graph(*values))
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("mode", ["safe", "all"])
 def test_taps_that_change_bits_are_named(tmp_path: Path, mode: str, capfd: pytest.CaptureFixture[str]) -> None:
     """They are left out, or the run is listed as treated."""

@@ -86,6 +86,7 @@ def train(loss: Loss, *, model: nn.Module | None = None, trained: Loss | None = 
     return parameters_to_vector(model.parameters()).detach()
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.longer
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_hook_takes_differentiating_losses(name: str, tmp_path: Any) -> None:

@@ -75,6 +75,7 @@ def test_evaluation_with_hooks_leaves_training_unchanged(tmp_path: Path) -> None
     assert same(traced(tmp_path / "ours", WATCHING, **evaluating), bare)
 
 
+@pytest.mark.slow
 def test_steps_skipped_by_scaler_are_counted(tmp_path: Path) -> None:
     """The test injects a GradScaler on the CPU, and the tests marked gpu use the Trainer's own scaler."""
 

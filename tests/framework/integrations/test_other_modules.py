@@ -113,6 +113,7 @@ def digest_of(*modules: nn.Module) -> str:
     return hashlib.md5(b"".join(b"" if t is None else t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.longer
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("declared", [False, True])

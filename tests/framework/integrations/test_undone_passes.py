@@ -119,6 +119,7 @@ def train(change: Callable[[Any], None], folder: Any = None, hook: Any = None, e
     return trace
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("change", CHANGES)

@@ -118,6 +118,7 @@ MEASUREMENTS = {
 BARE: list[Any] = []
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.longer
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("audit", [False, True])

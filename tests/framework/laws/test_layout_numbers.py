@@ -74,6 +74,7 @@ def compared(folder: Path, layout: Layout, rate: float = 0.01, **settings: objec
     return comparison.answer()
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.longer
 @pytest.mark.parametrize("layout", [accumulated, other_order])
 def test_right_layouts_are_equal(layout: Layout, tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_mean_of_means_differs_at_once(tmp_path: Path) -> None:
     assert answer["first"]["distance"] > 3 * answer["first"]["noise"] > 0
 
 
-@pytest.mark.longer
+@pytest.mark.slow
 def test_learning_rate_is_found_in_float32_only(tmp_path: Path) -> None:
     """Rounding hides 1 % of it in bfloat16, which the answer does not take for equality."""
     answer = compared(tmp_path / "float32", whole, 0.0101)

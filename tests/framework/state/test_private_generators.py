@@ -92,6 +92,7 @@ def weights(folder: Path, hooks: list[str], loss: Callable[..., Any], kind: type
     return model.weight.flatten().tolist()
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)

@@ -266,6 +266,7 @@ def test_ranks_agree_on_steps_and_commits(ranks):
                 assert result[name][2] == result["observer at PRE_STEP"][2], name
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 def test_skipped_hook_is_skipped_on_all_ranks(ranks):

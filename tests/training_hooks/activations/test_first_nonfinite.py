@@ -94,6 +94,7 @@ def alerts(
 MODULES = [name for name, module in Net().named_modules() if not isinstance(module, nn.ModuleList)]
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("module", MODULES)
 def test_forward_producer_is_named(tmp_path, module, bad):
@@ -121,6 +122,7 @@ def test_forward_producer_is_named(tmp_path, module, bad):
     )
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("module", [name for name in MODULES if name not in ("", "stem")])
 def test_backward_producer_is_named(tmp_path, module):
     """The loss is finite; the backward pass through the module makes NaN of a finite gradient.

@@ -152,6 +152,7 @@ def sentences(capsys: Any) -> list[str]:
     return re.findall("Hook '[a-z]*' measures curvature by .*?[.] ", " ".join(capsys.readouterr().out.split()) + " ")
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.longer
 @pytest.mark.parametrize("hook", ["hessian", "sharpness"])
 @pytest.mark.parametrize("name", EXACT)
@@ -161,6 +162,7 @@ def test_correct_products_stay_exact(name: str, hook: str, tmp_path: Any, capsys
     assert metrics[f"{hook}/exact_products"] == 1
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.longer
 @pytest.mark.parametrize("hook", ["hessian", "sharpness"])
 @pytest.mark.parametrize("name", INEXACT)

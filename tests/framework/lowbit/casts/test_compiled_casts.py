@@ -283,6 +283,7 @@ def test_sums_of_squares_stay_in_range(size, monkeypatch):
     torch.testing.assert_close(found, uncompiled(monkeypatch, BLOCK, values)[3][-2:], rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_new_row_counts_do_not_recompile(compiler):
     BLOCK(gaussian(40, 64))
     before, made = counters["stats"]["unique_graphs"], len(compiler._compiled)
