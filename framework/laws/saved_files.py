@@ -1,4 +1,4 @@
-"""What a script saves by ``torch.save`` to resume from, compared with the state of its training."""
+"""Finds what is missing in the files that a script saves by ``torch.save`` to resume from."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
