@@ -23,7 +23,6 @@ from ..errors import listed
 from ..registry import qualified
 from ..tensors import inner_tensors, is_shared_memory
 from .attributes import space_of
-from .deferred_calls import DeferredCalls
 from .digest import described, digest
 from .generators import Generator, StreamState, from_plain, generators_of_methods, plain
 from .model_parts import MODEL_PARTS, device_of
@@ -335,7 +334,7 @@ def _other_leaves(state: StateObjects, named: Iterable[tuple[str, Any]]) -> Leav
 EXTRAS, GENERATORS, OTHERS = Extras(), Generators(), OtherTensors()
 # A new part belongs here, so that OtherTensors knows its tensors. Flags are first: an entered mode, which could
 # intercept the restoration of other parts, is left before them.
-_NAMED = (Flags(), DeferredCalls(), ObjectTypes(), *MODEL_PARTS, *UPDATE_PARTS, Scaler(), EXTRAS, Loop())
+_NAMED = (Flags(), ObjectTypes(), *MODEL_PARTS, *UPDATE_PARTS, Scaler(), EXTRAS, Loop())
 PARTS = (*_NAMED, OTHERS, GENERATORS)
 
 
