@@ -21,9 +21,9 @@ _device = attrgetter("device")
 class Objects:
     """Objects of the training state: the contents of their containers and the identities of their tensors."""
 
-    def __init__(self, roots: Iterable[Any], *, excluded: Container[int] = (), persistent: bool) -> None:
+    def __init__(self, roots: Iterable[Any], *, excluded: Container[int] = ()) -> None:
         self.structure = Structure(roots, excluded=excluded)
-        self.identities = TensorIdentities(self.structure.tensors, persistent=persistent)
+        self.identities = TensorIdentities(self.structure.tensors)
 
     def is_current(self) -> bool:
         """Return whether no object has changed, apart from the bytes of tensors."""
@@ -115,7 +115,7 @@ class StateCopy(Transient):
                 raise UsageError(state.out_of_reach())
             # Temporary tensors are new on most steps: setting them again, if they allow it, is cheaper than comparing.
             tensors, brief = structure.tensors, BriefIdentities.suit(structure.tensors)
-            identities = BriefIdentities(tensors) if brief else TensorIdentities(tensors, persistent=False)
+            identities = BriefIdentities(tensors) if brief else TensorIdentities(tensors)
             self._temporary = structure, identities
             self._temporary_bytes.fit(identities.bytes)
         self._natives = [persistent.structure.read_natives(), structure.read_natives()]
@@ -135,7 +135,7 @@ class StateCopy(Transient):
         persistent = self._persistent
         if persistent is None or addresses(roots) != addresses(self._roots) or not persistent.is_current():
             excluded = {*map(id, chain.from_iterable([part.excluded(state) for part in parts]))}
-            self._roots, self._persistent = roots, (persistent := Objects(roots, excluded=excluded, persistent=True))
+            self._roots, self._persistent = roots, (persistent := Objects(roots, excluded=excluded))
             self._persistent_bytes.fit(persistent.identities.bytes)
         return persistent
 

@@ -156,7 +156,6 @@ class Tripwire:
             try:
                 has_equal_values = has_equal_attributes or same_values(previous[0], rest[0])
                 is_same = has_equal_values and rest[1:] == previous[1:]
-                is_same = is_same and all(map(call, chain.from_iterable(self.watch.guards)))
             except Exception:  # the comparison of two different tensors may raise
                 is_same = False
             changes = [] if is_same and not any(self.watch.empty_views) else self._changes_of_rest(rest)
@@ -177,7 +176,6 @@ class Tripwire:
         if rest:
             pairs += zip(watch.getter_parts, self._readings(rest[2]), strict=False)
             pairs += zip(watch.value_parts, rest[4:], strict=False)
-            pairs += [(part, ()) for part in watch.guarded_parts]
         steps: list[Callable[[], object]] = [partial(part.restore, value) for part, value in pairs if part.restore]
         if rest:
             steps.append(partial(watch.restore_attributes, rest[0]))
@@ -215,14 +213,14 @@ class Tripwire:
         values = (watch.read_spaces(), readings, contents, *map(tuple, map(call, watch.value_readers)))
         attribute_tensors = watch.tensors_of(attributes)
         if not attribute_tensors:
-            return (attributes, *values, (), _column(watch.read_pointer, tensors))
+            return (attributes, *values, (), _column(Tensor.data_ptr, tensors))
         if watch.sharded:
             attribute_tensors = local_shards(attribute_tensors)
         return (
             attributes,
             *values,
             _column(_version, attribute_tensors),
-            _column(watch.read_pointer, [*tensors, *attribute_tensors]),
+            _column(Tensor.data_ptr, [*tensors, *attribute_tensors]),
         )
 
     def _readings(self, flat: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
@@ -262,9 +260,6 @@ class Tripwire:
         for part, old, new in chain(readings, values):
             if not same_values(old, new):
                 changes += part.differences(old) if part.differences is not None else [part.label]
-        for part in watch.guarded_parts:
-            if part.differences is not None and not all(map(call, part.guards)):
-                changes += part.differences(())
         attribute_tensors = watch.tensors_of(now[0])
         if not self._moved_with_equal_bytes(previous[-1], now[-1]):
             changes += self._differing_tensors(previous[-1], now[-1], attribute_tensors)
@@ -388,7 +383,7 @@ class Audit:
             has_gradients = any(part.name == "gradients" for part in self._parts or self._state.parts)
             parameters = self._state.modules.parameters() if has_gradients else ()
             self._gradients = {parameter: parameter.grad for parameter in parameters}
-            self._objects = Objects((*self._state.roots(self._parts), self._gradients), persistent=False)
+            self._objects = Objects((*self._state.roots(self._parts), self._gradients))
 
     def check(self, caller: object) -> None:
         """Raise :class:`StateMutationError`, which names ``caller`` and the differences, if the state changed."""

@@ -42,7 +42,7 @@ class ModulesCopy(Transient):
         """Copy everything that is reachable from ``roots`` without the ``excluded`` objects."""
         objects = self._objects
         if objects is None or addresses(roots) != addresses(self._roots) or not objects.is_current():
-            objects = Objects(roots, excluded={*map(id, excluded)}, persistent=True)
+            objects = Objects(roots, excluded={*map(id, excluded)})
             self._roots, self._objects = roots, objects
             # Not those of inference mode, which cannot be written to outside of it, and not those in shared memory,
             # which other processes may train at the same time.

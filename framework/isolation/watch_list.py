@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..state import Part, TrainingState, Transient, Watched, nested, tensors_of
 from ..state.values import ATOMS, batch_contents, contents_of, has_contents, keys_of, short_name, values_of
-from ..tensors import addresses, is_sharded, pointer_and_bits
+from ..tensors import addresses, is_sharded
 
 _NOT_CONTAINERS = (*ATOMS, Tensor)
 _MISSING = object()
@@ -54,11 +54,9 @@ class WatchList:
         self._space_kinds: tuple[type, ...] = ()
         self._space_containers: list[int] = []
         self._get_sequences: Callable[[Any], tuple[Any, ...]] | None = None
-        self._keyed_parts = [part for part in watched_parts if part.key or part.guards]
+        self._keyed_parts = [part for part in watched_parts if part.key]
         self._key_getters = [getter for part in self._keyed_parts for getter in part.key]
         self._key_values = (*map(call, self._key_getters),)
-        self.guarded_parts = [part for part in watched_parts if part.guards]
-        self.guards = [part.guards for part in self.guarded_parts]
         self._keys = _keys_by_container([*tables, *containers, *self._value_spaces])
         self.tensors = (*chain.from_iterable(self.pure_views),)
         self.other_values = (*chain.from_iterable(self.mixed_views),)
@@ -72,10 +70,6 @@ class WatchList:
         direct = {*map(id, self.tensors)}
         self.nested_tensors = [leaf for leaf in leaves if id(leaf) not in direct]
         self.sharded = any(map(is_sharded, self.parameters))
-        is_complex = any(map(Tensor.is_complex, (*self.tensors, *self.nested_tensors)))
-        # An assignment to ``.data`` increments no version counter and shows only as another pointer, or as another lazy
-        # bit. Of a real model only parameters and buffers can be checked for these bits at a bearable cost.
-        self.read_pointer: Callable[[Tensor], Any] = pointer_and_bits if is_complex else Tensor.data_ptr
 
     def _list_containers(self, tables: list[dict[Any, Any]], containers: list[Any]) -> None:
         self._empty = [container for container in (*tables, *containers) if not values_of(container)]
@@ -98,13 +92,12 @@ class WatchList:
     def has_equal_keys(self) -> bool:
         """Return whether all parts still have the containers of this list, after refreshing parts whose key differs."""
         now, previous, end = (*map(call, self._key_getters),), self._key_values, 0
-        if now == previous and all(map(call, chain.from_iterable(self.guards))):
+        if now == previous:
             return True
         self._key_values = now
         for part in self._keyed_parts:
             start, end = end, end + len(part.key)
-            is_same = now[start:end] == previous[start:end] and all(map(call, part.guards))
-            if not is_same and (part.refresh is None or not part.refresh()):
+            if now[start:end] != previous[start:end] and (part.refresh is None or not part.refresh()):
                 return False
         return True
 

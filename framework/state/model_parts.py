@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ..tensors import TensorProperties, addresses
+from ..tensors import addresses
 from .attributes import (
     MODULE_ATTRIBUTES,
     TABLES,
@@ -169,24 +169,22 @@ class RequiresGrad(TensorPart):
         tensor.requires_grad_(value)
 
     def watch(self, state: StateObjects) -> Watched:
-        """Compare the flags of all parameters, with class, dtype, layout and lazy bits, also of buffers."""
-        properties = TensorProperties([*state.modules.parameters(), *state.modules.buffers()])
+        """Compare the flags of all parameters."""
+        named = dict(state.modules.named_parameters())
 
-        def differences(_: Any) -> list[str]:
-            return properties.differences(names_of_tensors(state))
+        def differing(previous: Iterable[bool]) -> list[tuple[str, Tensor]]:
+            pairs = zip(named.items(), previous, strict=True)
+            return [entry for entry, flag in pairs if entry[1].requires_grad is not flag]
 
-        def restore(_: Any) -> None:
-            properties.restore()
+        def differences(previous: Iterable[bool]) -> list[str]:
+            return [f"parameters/{name} (its requires_grad)" for name, _ in differing(previous)]
 
-        guards, refresh = properties.guards, properties.refresh
-        return Watched(guards=guards, refresh=refresh, differences=differences, restore=restore)
+        def restore(previous: Iterable[bool]) -> None:
+            for _, parameter in differing(previous):
+                parameter.requires_grad_(not parameter.requires_grad)
 
-
-def names_of_tensors(state: StateObjects) -> dict[int, str]:
-    """Return the names of parameters and buffers by the tensor's id."""
-    parameters, buffers = state.modules.named_parameters(), state.modules.named_buffers()
-    names = {id(buffer): f"buffers/{name}" for name, buffer in buffers}
-    return names | {id(parameter): f"parameters/{name}" for name, parameter in parameters}
+        read = partial(map, attrgetter("requires_grad"), [*named.values()])
+        return Watched(read_values=read, differences=differences, restore=restore)
 
 
 class Gradients(TensorPart):

@@ -191,10 +191,8 @@ class Watched(NamedTuple):
         getters: functions that return one such value each; one that raises counts as ``None``.
         key: functions that return one value each, on which ``containers`` and ``getters`` depend; called at the start
             of a visit.
-        guards: functions that return whether values are those of the last ``refresh``; called at the start of a visit,
-            and once per visit to compare these values.
-        refresh: called at the start of a visit if a value of ``key`` has changed or a guard returns ``False``; returns
-            whether ``containers`` are still complete. It may replace the functions in ``getters`` and ``guards``.
+        refresh: called at the start of a visit if a value of ``key`` has changed; returns whether ``containers`` are
+            still complete. It may replace the functions in ``getters``.
         label: names the difference if one of the values differs.
         differences: names the differences more precisely, given the earlier results of ``getters`` or ``read_values``.
         restore: restores the earlier results of ``getters``, ``read_values`` or ``read_tensors``, if that costs little.
@@ -210,7 +208,6 @@ class Watched(NamedTuple):
     read_values: Callable[[], Iterable[Any]] | None = None
     getters: Sequence[Callable[[], Any]] = ()
     key: Sequence[Callable[[], Any]] = ()
-    guards: Sequence[Callable[[], bool]] = ()
     refresh: Callable[[], bool] | None = None
     label: str = ""
     differences: Callable[[Any], list[str]] | None = None

@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import guards
 from .memory import addresses
-from .properties import lazy_bits
 from .shards import dtensor_class
 from .storage import (
     COMPRESSED,
@@ -60,29 +58,23 @@ class Mark(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    lazy_bits: tuple[bool, bool]
+    is_conjugate: bool
+    is_negative: bool
 
 
 class TensorIdentities:
-    """The identities of many tensors at one time, compared together and restored one by one.
+    """The identities of many tensors at one time, compared together and restored one by one."""
 
-    Args:
-        tensors: the tensors.
-        persistent: whether they are compared many times, so that building a guard pays off.
-    """
-
-    def __init__(self, tensors: list[Tensor], *, persistent: bool) -> None:
+    def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
         self._read_pointer = _pointer_reader(tensors)
         have_strides = COMPRESSED.isdisjoint(map(_layout, tensors))
         self._read_stride = Tensor.stride if have_strides else _no_stride
-        self._marks = types, *_, requires_grad, _ = self._read_marks()
+        self._marks = types, *_, requires_grad, _, _ = self._read_marks()
         plain = PLAIN.issuperset(types)
         # read once: finding the names of a wrapper's inner tensors takes longer than reading the tensors
         self._inner = [] if plain else _inner_names(tensors)
         self.owners = [*filter(is_owner, tensors)] if not plain or any(requires_grad) else []
-        use_guard = persistent and have_strides and guards.is_available
-        self._has_equal_properties = guards.guard_of(tensors) if use_guard else None
         # torch.utils.swap_tensors exchanges the TensorImpls of two Python objects.
         self._implementations = [*map(_implementation, self.owners)]
         self._attachments = self._read_attachments()
@@ -102,7 +94,8 @@ class TensorIdentities:
             [*map(self._read_stride, tensors)],
             [*map(_dtype, tensors)],
             [*map(_requires_grad, tensors)],
-            [*map(lazy_bits, tensors)],
+            [*map(Tensor.is_conj, tensors)],
+            [*map(Tensor.is_neg, tensors)],
         )
 
     def _read_attachments(self) -> tuple[Any, ...]:
@@ -111,13 +104,8 @@ class TensorIdentities:
 
     def is_current(self) -> bool:
         """Return whether no tensor has changed, apart from its bytes."""
-        if self._has_equal_properties is None:
-            same = self._marks == self._read_marks()
-        else:
-            pointers = [*map(self._read_pointer, self._tensors)]
-            same = self._marks[1] == pointers and self._has_equal_properties(*self._tensors)
         return (
-            same
+            self._marks == self._read_marks()
             and self._implementations == [*map(_implementation, self.owners)]
             and self._addresses == addresses(self._read_attachments())
         )

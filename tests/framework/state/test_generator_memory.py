@@ -91,9 +91,7 @@ torch.set_default_dtype(torch.float64)
 with torch.inference_mode():
     from loopscope import cli, experiments, integrations, report, runs, sinks, training_hooks
     from loopscope.state.generators import random_streams
-    from loopscope.tensors import guards
 assert type(random_streams._ACCESS).__name__ == "MemoryAccess"
-assert guards.is_available
 """
 
 
