@@ -28,6 +28,7 @@ from .generators import Generator, StreamState, from_plain, generators_of_method
 from .model_parts import MODEL_PARTS, device_of
 from .parameter_groups import moments_of, trained_by
 from .parts import Leaves, Part, StateObjects, Watched, leaves_of, nested
+from .protectable import named_tensors, refuse_unprotectable
 from .sharding import FullSharding
 from .structure import ReachableObjects
 from .update_parts import UPDATE_PARTS, extra_attributes, optimizers_of
@@ -356,6 +357,7 @@ class TrainingState(StateObjects):
         """Add the random generators that modules hold, or their methods draw from, to the run's generators."""
         modules = self.modules
         refuse_unprotected({parameter.device for parameter in modules.parameters()})
+        refuse_unprotectable(self._tensors_at_start())
         self.sharding = FullSharding(modules)
         attributes = [value for module in modules.modules() for value in extra_attributes(module)]
         natives = ReachableObjects(attributes, excluded={*map(id, modules.parameters())}).natives
@@ -370,6 +372,18 @@ class TrainingState(StateObjects):
         """Add other modules to the state, whose names in it start with the given keys."""
         self.also |= modules
         self._read_modules()
+
+    def _tensors_at_start(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of model and optimizer before the first step, with their names."""
+        for name, parameter in self.modules.named_parameters():
+            yield f"parameters/{name}", parameter
+        for name, buffer in self.modules.named_buffers():
+            yield f"buffers/{name}", buffer
+        for name, module in self.modules.named_modules():
+            yield from named_tensors(f"modules/{name}.", vars(module))
+        for optimizer in optimizers_of(self):
+            for moments in moments_of(optimizer).values():
+                yield from named_tensors("optimizer state ", moments if isinstance(moments, dict) else {})
 
     def roots(self, parts: Sequence[Part] = ()) -> tuple[Any, ...]:
         """Return the objects from which the guardian walks all parts of the state, or some."""
