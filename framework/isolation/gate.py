@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import StateMutationError, library_warnings_ignored
 from ..preserved_streams import threads_of_script
-from ..state import TrainingState
+from ..state import NODE_HOOKS, TrainingState
 from ..state.generators import StreamState
 from ..state.settings import (
     DEFAULT_SETTINGS,
@@ -109,7 +109,7 @@ class Isolation:
         """Whether other threads of the script run during the visit."""
         self._derive: Callable[[str, str, int], None] = self.streams.derive
         self._holds_lock = False
-        self._is_saved = self._holds_copies = False
+        self._is_saved = self._holds_copies = self._is_recording = False
         self._has_commit = False
         self._modes: tuple[int, ...] = entered_modes()
         self._has_settings = False
@@ -153,6 +153,9 @@ class Isolation:
         self._unchecked_calls, self._unfinished_calls, self._calls_sharing_bytes = [], [], []
         self._modes, self._grad_mode = (*map(operator.call, MODE_COUNTERS),), torch.is_grad_enabled()
         self._has_settings = [*map(operator.call, DEFAULT_SETTINGS)] != [*DEFAULT_SETTINGS.values()]
+        if not self._is_recording:
+            self._is_recording = True
+            NODE_HOOKS.start()
         if self._audit.enabled:
             self.retake_baseline()
 
@@ -168,6 +171,9 @@ class Isolation:
                 self.finish_checks()
         finally:
             self._tripwire.release()
+            if self._is_recording:
+                self._is_recording = False
+                NODE_HOOKS.stop()
             try:
                 if saved is not None:
                     is_derived = self.streams.derivations != self._derivations
@@ -282,7 +288,11 @@ class Isolation:
         """
         # A visit of this run may wait for a pass whose functions autograd calls in other threads.
         with nullcontext() if self._holds_lock else VISITS:
-            return self._observe_from_here(call, function)
+            NODE_HOOKS.start()
+            try:
+                return self._observe_from_here(call, function)
+            finally:
+                NODE_HOOKS.stop()
 
     def _observe_from_here(self, call: Call, function: Callable[[], Result]) -> Result:
         tripwire, audit = self._pass_checkers

@@ -56,7 +56,9 @@ class ModulesCopy(Transient):
     def is_changed(self) -> bool:
         """Return whether an object or a byte differs from the copy."""
         objects = self._objects
-        is_current = objects is not None and objects.is_current()
+        is_current = objects is not None and (
+            objects.structure.is_current() and objects.identities.is_current(keeps_graphs=True)
+        )
         return not is_current or not all(map(torch.equal, self._written, self._copies))
 
     def restore(self) -> None:
@@ -65,7 +67,8 @@ class ModulesCopy(Transient):
         assert self._versions is not None
         with torch.no_grad():
             self._objects.structure.restore()
-            self._objects.identities.restore()
+            # A graph that the pass returns may be differentiated later.
+            self._objects.identities.restore(keeps_graphs=True)
         self._objects.structure.write_natives(self._natives)
         copy_each(self._written, self._copies)
         self._versions.__exit__(None, None, None)

@@ -10,6 +10,7 @@ from .digest import digest as digest_of
 from .generators import RandomStreams, seed_everything
 from .model_parts import FunctionBeforeForward, InternalFunction, InternalHook, hook_contents
 from .module_group import ModuleOrGroup
+from .node_hooks import NODE_HOOKS
 from .parts import LoopState, Part, Watched, arrays_of, copy_of_batch, nested, tensors_of, visited
 from .sharding import FullSharding
 from .structure import Structure
@@ -18,7 +19,7 @@ from .update_parts import optimizers_of
 from .values import Transient
 
 __all__ = [
-    "EXTRAS", "FullSharding", "FunctionBeforeForward", "InternalFunction", "InternalHook", "LoopState",
+    "EXTRAS", "NODE_HOOKS", "FullSharding", "FunctionBeforeForward", "InternalFunction", "InternalHook", "LoopState",
     "ModuleOrGroup", "Part", "RandomStreams", "Structure", "TrainingState", "Transient", "Watched", "arrays_of",
     "copy_of_batch", "described", "differing", "digest_of", "has_compiled_code", "hook_contents", "nested",
     "optimizers_of", "seed_everything", "skips_frames", "tensors_of", "uncompiled", "visited", "without_on_demand",

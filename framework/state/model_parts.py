@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from operator import attrgetter, call
 from typing import Any
 
@@ -25,6 +26,7 @@ from .attributes import (
 from .compiled_code import compiler_of_calls, skips_frame, skips_frames
 from .generators import StreamState
 from .module_group import ModuleOrGroup
+from .node_hooks import NODE_HOOKS, is_recorded, newer_on_nodes
 from .parameter_groups import trained_by
 from .parts import Leaves, Part, StateObjects, Watched, nested
 from .sharding import ShardingState
@@ -329,6 +331,66 @@ def _trained(state: StateObjects) -> list[Tensor]:
     return parameters + [item for item in of_optimizer if id(item) not in ids]
 
 
+class NodeHooks(Part):
+    """The hooks on the nodes of autograd's graphs that the run uses, such as those that accumulate gradients."""
+
+    name = "node hooks"
+
+    def keep(self, state: StateObjects, owners: list[Tensor]) -> int:
+        """Return the number of the next handle, from which on hooks are new."""
+        return RemovableHandle.next_id
+
+    def restore(self, state: StateObjects, owners: list[Tensor], kept: int) -> None:
+        """Remove the hooks whose handles were created since :meth:`keep`."""
+        if NODE_HOOKS.newer(kept) or not is_recorded():
+            for table in chain.from_iterable(newer_on_nodes(_tensors_with_nodes(state), kept).values()):
+                for number in [number for number in table if number >= kept]:
+                    del table[number]
+
+    def watch(self, state: StateObjects) -> Watched:
+        """Search for new hooks if handles were created."""
+
+        def differences(previous: tuple[int, ...]) -> list[str]:
+            if not NODE_HOOKS.newer(previous[0]) and is_recorded():
+                return []
+            tables = newer_on_nodes(_tensors_with_nodes(state), previous[0])
+            return [
+                f"a hook on a graph node of {name}" for name, found in tables.items() if _has_new(found, previous[0])
+            ]
+
+        def restore(previous: tuple[int, ...]) -> None:
+            self.restore(state, [], previous[0])
+
+        return Watched(getters=[HookCounts.next_handle], differences=differences, restore=restore)
+
+
+def _has_new(tables: Iterable[dict[int, Any]], number: int) -> bool:
+    """Return whether a hook was added; removes hooks of ``torch.utils.swap_tensors``, which refuse backward passes.
+
+    Tensors that are still exchanged are reported as such; after an exchange and its reversal nothing has changed.
+    """
+    is_new = False
+    for table in tables:
+        for key in [key for key in table if key >= number]:
+            if getattr(table[key], "__qualname__", "").startswith("swap_tensors."):
+                del table[key]
+            else:
+                is_new = True
+    return is_new
+
+
+def _tensors_with_nodes(state: StateObjects) -> dict[str, Tensor]:
+    """Return the tensors of the state that may have graph nodes, by name."""
+    tensors: dict[str, Any] = {f"parameters/{name}": item for name, item in state.modules.named_parameters()}
+    tensors |= {f"buffers/{name}": item for name, item in state.modules.named_buffers()}
+    ids = {*map(id, tensors.values())}
+    tensors |= {f"optimizer/{index}": item for index, item in enumerate(_trained(state)) if id(item) not in ids}
+    for name, module in state.modules.named_modules():
+        tensors |= nested(f"modules/{name}", module_attributes(module))
+    tensors |= nested("loop", vars(state.loop))
+    return {name: item for name, item in tensors.items() if isinstance(item, Tensor)}
+
+
 def _separately_stored(state: StateObjects) -> dict[str, Any]:
     """Return, by name, objects that attributes may refer to and other parts store, such as modules and parameters."""
     objects: dict[str, Any] = {f"modules/{name}": module for name, module in state.modules.named_modules()}
@@ -550,6 +612,7 @@ MODEL_PARTS = (
     RequiresGrad(),
     Gradients(),
     GradientHooks(),
+    NodeHooks(),
     Modules(),
     TensorAttributes(),
     ModuleHooks(),

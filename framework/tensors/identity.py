@@ -1,7 +1,7 @@
 """The identity of tensors: class, storage, layout, requires_grad, attributes, hooks and memory address."""
 
 from collections.abc import Callable, Iterator
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ _dtype = attrgetter("dtype")
 _requires_grad = attrgetter("requires_grad")
 # The address of a tensor's TensorImpl (the C++ object).
 _implementation = attrgetter("_cdata")
+_use_count = methodcaller("_use_count")
 _layout = attrgetter("layout")
 
 
@@ -77,6 +78,9 @@ class TensorIdentities:
         self.owners = [*filter(is_owner, tensors)] if not plain or any(requires_grad) else []
         # torch.utils.swap_tensors exchanges the TensorImpls of two Python objects.
         self._implementations = [*map(_implementation, self.owners)]
+        # 1 if only the Python object refers to the TensorImpl, more if a graph holds the node that accumulates its
+        # gradient; hooks left on that node would act in the run's backward pass.
+        self._uses = [*map(_use_count, self.owners)]
         self._attachments = self._read_attachments()
         self._addresses = addresses(self._attachments)
         # detach() shares the storage, and keeps it if the storage of the original is replaced by ``.data`` or set_().
@@ -102,13 +106,18 @@ class TensorIdentities:
         attachments = [item for read in ATTACHED.values() for item in map(read, self.owners)]
         return (*attachments, *[getattr(wrapper, name) for wrapper, name in self._inner])
 
-    def is_current(self) -> bool:
-        """Return whether no tensor has changed, apart from its bytes."""
+    def is_current(self, *, keeps_graphs: bool = False) -> bool:
+        """Return whether no tensor has changed, apart from its bytes; with ``keeps_graphs`` graphs may be new."""
         return (
             self._marks == self._read_marks()
             and self._implementations == [*map(_implementation, self.owners)]
             and self._addresses == addresses(self._read_attachments())
+            and (keeps_graphs or self._uses == [*map(_use_count, self.owners)] or not self._newly_referenced())
         )
+
+    def _newly_referenced(self) -> list[Tensor]:
+        """List the owners that autograd refers to now but did not before, because a graph is kept alive."""
+        return [owner for owner, uses in zip(self.owners, self._uses, strict=True) if uses == 1 < _use_count(owner)]
 
     def changed(self) -> list[Tensor]:
         """List the tensors that changed, apart from their bytes and memory addresses."""
@@ -129,9 +138,9 @@ class TensorIdentities:
             if previous != after:
                 yield index, Mark(*previous), Mark(*after)
 
-    def restore(self) -> None:
-        """Restore the identity of every tensor, but not its bytes."""
-        if self.is_current():
+    def restore(self, *, keeps_graphs: bool = False) -> None:
+        """Restore the identity of every tensor, but not its bytes; with ``keeps_graphs`` new graphs stay usable."""
+        if self.is_current(keeps_graphs=keeps_graphs):
             return
         owners = set(map(id, self.owners))
         for index, previous, _ in self._changes():
@@ -144,6 +153,8 @@ class TensorIdentities:
                 _attach(owner, name, table)
         for (wrapper, name), inner in zip(self._inner, attachments, strict=True):
             setattr(wrapper, name, inner)
+        for owner in () if keeps_graphs else self._newly_referenced():
+            _drop_accumulator(owner)
 
 
 class BriefIdentities:
@@ -222,6 +233,15 @@ def _restore_tensor(tensor: Any, alias: Tensor, previous: Mark, *, leaf: bool) -
     if tensor.requires_grad != previous.requires_grad:
         # Last, since non-leaf and integer tensors reject it.
         tensor.requires_grad_(previous.requires_grad)
+
+
+def _drop_accumulator(owner: Any) -> None:
+    """Drop the node that accumulates a tensor's gradient, with the hooks on it, by changing the dtype twice."""
+    if not is_wrapper(owner):
+        # Autograd's set_data drops the accumulator only if dtype or device change.
+        data = owner.data
+        owner.data = data.to(torch.float64 if data.dtype is torch.float32 else torch.float32)
+        owner.data = data
 
 
 def _regrow(alias: Tensor) -> None:

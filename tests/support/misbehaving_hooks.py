@@ -522,6 +522,22 @@ def leave_a_hook_after_accumulation(scene):
     scene.parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.zero_())
 
 
+KEPT_NODES: list[Any] = []
+"""The nodes with hooks of :func:`spoil_accumulation`: a node lives as long as something refers to it."""
+
+
+def spoil_accumulation(parameter: Tensor) -> None:
+    """Leave a hook on the node that accumulates the gradient of a parameter, and keep the node."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    node.register_prehook(lambda gradients: tuple(gradient * 0 for gradient in gradients))
+    KEPT_NODES.append(node)
+
+
+@mutation(DETECTED_BY_TRIPWIRE)
+def leave_a_hook_before_accumulation(scene):
+    spoil_accumulation(scene.parameter)
+
+
 @mutation(DETECTED_BY_TRIPWIRE)
 def leave_a_hook_on_several_gradients(scene):
     spoiled = lambda gradients: [gradient.zero_() for gradient in gradients if gradient is not None]

@@ -83,7 +83,12 @@ def add_hook_to_loss(ctx: BackwardContext) -> None:
     ctx.loss.register_hook(lambda gradient: gradient * 2)
 
 
-@pytest.mark.parametrize("change", [write_to_parameter, write_to_loss, add_hook_to_loss])
+def add_hook_to_node(ctx: BackwardContext) -> None:
+    assert ctx.loss.grad_fn is not None
+    ctx.loss.grad_fn.next_functions[0][0].register_prehook(lambda gradients: gradients)
+
+
+@pytest.mark.parametrize("change", [write_to_parameter, write_to_loss, add_hook_to_loss, add_hook_to_node])
 def test_changes_before_backward_end_the_run(change: Callable[[BackwardContext], None]) -> None:
     with pytest.raises(StateMutationError, match="'spy' at before_backward of step 1"):
         train(Case(), [Reader(change)])

@@ -20,6 +20,7 @@ from torch.amp import GradScaler
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support import MODELS, OPTIMIZERS, ActingHook, data_for, drawing_evaluation, mean_loss
+from tests.support.misbehaving_hooks import spoil_accumulation
 
 QUIET = {"display": "none", "overwrite": True}
 Digests = dict[str, int]
@@ -203,4 +204,5 @@ class MisbehavingHook(ActingHook):
             self.parts.loss(self.parts.trained, data_for(self.parts.loop.model)).backward()
         self.parts.raw.step()
         for weight in self.parts.model.parameters():
+            spoil_accumulation(weight)
             weight.data.zero_()

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from tests.support import ActingHook
+from tests.support.misbehaving_hooks import spoil_accumulation
 
 VOCABULARY, LENGTH, ROWS = 24, 6, 14
 
@@ -95,6 +96,7 @@ def misbehaving_hook() -> ActingHook:
             model_ctx.compute_batch_gradients()
         with torch.no_grad():
             for parameter in model_ctx.model.parameters():
+                spoil_accumulation(parameter)
                 parameter.zero_()
 
     return type("MisbehavingHook", (ActingHook,), {"needs_pre_epoch_state": False})(act)

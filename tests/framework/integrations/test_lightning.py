@@ -25,6 +25,7 @@ from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.support.misbehaving_hooks import spoil_accumulation
 from tests.support.models import batchnorm_mlp, mean_loss
 from tests.support.runs import RecordingSink
 from tests.support.spies import ActingHook, SpyHook
@@ -96,6 +97,7 @@ def mutate_state(run, model):
     if run.hook_point.name in ("PRE_STEP", "POST_BACKWARD", "POST_STEP"):
         model.take_step()
     np.random.rand()
+    spoil_accumulation(next(model.model.parameters()))
     with torch.no_grad():
         torch._foreach_zero_(list(model.model.parameters()))
     return {"drawn": torch.rand(())}

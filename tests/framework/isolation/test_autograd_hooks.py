@@ -1,4 +1,4 @@
-"""Hooks on gradients: new ones on tensors, and removed or exchanged ones of the script."""
+"""Hooks on gradients: new ones on nodes and tensors, and removed or exchanged ones of the script."""
 
 from collections import OrderedDict
 from functools import partial
@@ -7,9 +7,10 @@ import pytest
 import torch
 from loopscope.errors import StateMutationError
 from loopscope.isolation import Call, Isolation
-from loopscope.state import RandomStreams, TrainingState
+from loopscope.state import NODE_HOOKS, RandomStreams, TrainingState, node_hooks
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd import Function, function
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 CALL = Call("spy", "POST_STEP", 1)
 
@@ -49,7 +50,21 @@ class Script:
             self.isolation.intervene(CALL, lambda: mutation(self), mutates=True)
 
 
+def node_of(script):
+    script.kept.append(get_gradient_edge(script.weight).node)
+    return script.kept[-1]
+
+
+def node_of_view(script):
+    with torch.enable_grad():
+        script.kept.append(script.weight.view_as(script.weight).grad_fn.next_functions[0][0])
+    return script.kept[-1]
+
+
 NEW_HOOKS = {
+    "before a node": lambda script: node_of(script).register_prehook(double),
+    "after a node": lambda script: node_of(script).register_hook(double),
+    "on a node of a view": lambda script: node_of_view(script).register_prehook(double),
     "on a parameter": lambda script: script.weight.register_hook(torch.neg),
     "after accumulation": lambda script: script.model[2].weight.register_post_accumulate_grad_hook(torch.zero_),
     "on several gradients": lambda script: register_multi_grad_hook([*script.model.parameters()], print),
@@ -117,6 +132,11 @@ def test_discarded_names_of_buffers_are_caught():
         script.observe(lambda script: script.model[2]._non_persistent_buffers_set.discard("mask"))
 
 
+def test_errors_name_the_node_and_its_tensor():
+    with pytest.raises(StateMutationError, match=r"a hook on a graph node of parameters/0\.weight"):
+        Script().observe(NEW_HOOKS["before a node"])
+
+
 def own_graph(script):
     with torch.enable_grad():
         loss = script.model(torch.ones(4, 2)).pow(2).sum()
@@ -128,11 +148,16 @@ def own_graph(script):
         torch.autograd.grad(gradients[0].sum(), script.weight)
 
 
-def test_hooks_on_own_graphs_are_allowed():
+def removed_hook(script):
+    node_of(script).register_prehook(double).remove()
+
+
+@pytest.mark.parametrize("reads", [own_graph, removed_hook])
+def test_hooks_on_own_graphs_are_allowed(reads):
     script = Script()
     script.model.eval()
     expected = script.gradient()
-    script.observe(own_graph, calls=4)
+    script.observe(reads, calls=4)
     assert script.gradient().equal(expected)
 
 
@@ -141,3 +166,48 @@ def test_hooks_of_the_script_between_visits_are_accepted():
     for mutation in (NEW_HOOKS | EXCHANGES).values():
         mutation(script)
         script.observe(lambda script: None)
+
+
+def test_recorded_hooks_are_found_by_search():
+    """Both ways agree: the record of torch's function, and the dicts that registrations would use."""
+    weight = torch.ones(2, requires_grad=True)
+    node = get_gradient_edge(weight).node
+    NODE_HOOKS.start()
+    handle = node.register_prehook(double)
+    found = NODE_HOOKS.newer(handle.id)
+    NODE_HOOKS.stop()
+    assert [*found.values()] == node_hooks.tables_of(node) == [handle.hooks_dict_ref()]
+    assert node_hooks.is_recorded()
+    assert "_register_hook" not in vars(Function)
+    assert vars(function)["hooks"] is torch.utils.hooks
+
+
+def test_hooks_are_found_without_a_record(monkeypatch):
+    """A torch that registers hooks by another function is searched in the documented way."""
+    monkeypatch.setattr(node_hooks, "_NAME", "_unknown")
+    monkeypatch.setattr(node_hooks, "_HOOKS", "_unknown_too")
+    node_hooks.is_recorded.cache_clear()
+    try:
+        for mutation in (NEW_HOOKS["before a node"], NEW_HOOKS["after a node"]):
+            with pytest.raises(StateMutationError, match="a hook on a graph node"):
+                Script().observe(mutation)
+    finally:
+        node_hooks.is_recorded.cache_clear()
+
+
+def swap_twice(script):
+    other = nn.Parameter(torch.zeros_like(script.weight))
+    torch.utils.swap_tensors(script.weight, other)
+    torch.utils.swap_tensors(script.weight, other)
+
+
+@pytest.mark.parametrize("calls", [1, 4])
+def test_reversed_swap_is_no_change(calls):
+    """A graph of the script holds the node, on which torch leaves a hook that refuses backward passes."""
+    script = Script()
+    expected = script.gradient()
+    loss = script.model(torch.arange(8.0).view(4, 2)).pow(3).sum()
+    script.model.zero_grad()
+    script.observe(swap_twice, calls=calls)
+    loss.backward()
+    assert script.weight.grad.equal(expected)

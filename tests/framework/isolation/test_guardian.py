@@ -327,6 +327,33 @@ def test_hooks_left_on_a_parameter_no_longer_act(register):
     assert seen == []
 
 
+def test_prehooks_left_on_gradient_accumulation_are_dropped():
+    """The restore replaces the accumulation node."""
+    model = nn.Linear(1, 1, bias=False)
+    state = bare_state(model)
+    snapshot = StateCopy().save(state)
+    node = model.weight.expand(1, 1).grad_fn.next_functions[0][0]
+    node.register_prehook(lambda gradients: tuple(gradient * 0 for gradient in gradients))
+    snapshot.restore(state)
+    model(torch.ones(1)).backward()
+    assert model.weight.grad == 1
+    assert node is not torch.autograd.graph.get_gradient_edge(model.weight).node
+
+
+def test_earlier_hooks_on_accumulation_remain():
+    model = nn.Linear(1, 1, bias=False)
+    seen = []
+    node = model.weight.expand(1, 1).grad_fn.next_functions[0][0]
+    node.register_prehook(lambda gradients: seen.append(1))
+    state = bare_state(model)
+    snapshot = StateCopy().save(state)
+    kept = model(torch.ones(1)) ** 2
+    snapshot.restore(state)
+    model(torch.ones(1)).backward()
+    assert seen == [1]
+    assert kept.requires_grad
+
+
 def test_modules_outside_the_module_tree_are_restored():
     """A module is stored in a list attribute."""
     model = nn.Linear(1, 1)
