@@ -22,6 +22,7 @@ from ..state.settings import (
     neutral_settings,
     script_settings,
 )
+from .engine_callbacks import current_pass, with_callbacks
 from .guardian import StateCopy
 from .tripwire import Audit, Tripwire
 
@@ -262,7 +263,7 @@ class Isolation:
         # torch.no_grad() as a context manager would cost each observer 1.5 µs.
         torch._C._set_grad_enabled(False)
         try:
-            return function()
+            return function() if current_pass() == -1 else with_callbacks(function)
         except BaseException:
             shares_quick_check = False
             _restore_cheaply(self._tripwire, self._modes)
@@ -309,7 +310,7 @@ class Isolation:
                 if [*map(operator.call, DEFAULT_SETTINGS)] != [*DEFAULT_SETTINGS.values()]:
                     function = _with_settings_of(call, function)
                 try:
-                    return function()
+                    return with_callbacks(function)
                 except BaseException:
                     _restore_cheaply(tripwire, modes)
                     raise
@@ -389,7 +390,7 @@ class Isolation:
         if self._has_settings:
             function = _with_settings_of(call, function)
         try:
-            return function()
+            return with_callbacks(function)
         except BaseException:
             if not mutates:
                 _restore_cheaply(self._tripwire, self._modes)

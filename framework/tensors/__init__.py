@@ -12,7 +12,7 @@ from .shards import (
     over_shards, replicated_like, resharded_afterwards, unsharded,
 )
 from .storage import (
-    PLAIN, byte_tensors, in_bytes, inner_tensors, is_cut_off, is_shared_memory, is_uninitialised,
+    COMPRESSED, PLAIN, byte_tensors, in_bytes, inner_tensors, is_cut_off, is_shared_memory, is_uninitialised,
     is_wrapper,
 )
 from .sums_on_device import device_sums, has_device_sums
@@ -22,7 +22,7 @@ from .vectors import (
 )
 
 __all__ = [
-    "PLAIN", "WIDE", "BriefIdentities", "TensorIdentities", "Vector", "accumulate", "addresses",
+    "COMPRESSED", "PLAIN", "WIDE", "BriefIdentities", "TensorIdentities", "Vector", "accumulate", "addresses",
     "as_matrices", "attached", "axpy", "byte_tensors", "bytes_at", "completed", "copied", "cosine", "cosine_of",
     "device_sums", "dot", "dtensor_class", "flat_products", "fully_sharded_modules", "gradients", "groups_of",
     "has_device_sums", "in_bytes", "in_range", "inner_products", "inner_tensors", "is_cut_off", "is_partial",
