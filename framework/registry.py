@@ -1,11 +1,13 @@
 """Registries of classes by unique name, with discovery through the entry points of installed packages."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, Generic, TypeVar
+from inspect import isclass
+from pkgutil import iter_modules
+from typing import Any, Generic, TypeVar, cast
 
 from .errors import UsageError, source_location, unknown, warn, with_lines
 
@@ -55,6 +57,14 @@ class Registry(Generic[Entry]):
             )
         self._entries[entry.name] = entry
         return entry
+
+    def register_package(self, name: str, path: Iterable[str]) -> None:
+        """Import the modules of a package, whose folders are ``path``, and add the named subclasses of the base."""
+        assert self.base is not None
+        for module in iter_modules(path, f"{name}."):
+            for entry in [*vars(import_module(module.name)).values()]:
+                if isclass(entry) and issubclass(entry, self.base) and "name" in vars(entry):
+                    self.register(cast(Entry, entry))
 
     def unregister(self, name: str) -> None:
         """Remove a class, if it is registered."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ...errors import listed
-from ..detector import Detector, DetectorRegistry, Threshold
+from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
 from ..measures import learns_values, target_sizes
@@ -14,7 +14,6 @@ from ..rules import Rule, count
 from .gradients import are_experts, never_trained
 
 
-@DetectorRegistry.register
 class DeadUnits(Detector):
     """Finds layers most of whose units are the same for every row, or get no gradient.
 
@@ -77,7 +76,6 @@ def _loses_gradients(history: History) -> bool:
     return any(history.last(f"training_checks/{name}") > 0.3 for name in names)
 
 
-@DetectorRegistry.register
 class ActivationsGrow(Detector):
     """Finds outputs of blocks that grow without end.
 
@@ -121,7 +119,6 @@ class ActivationsGrow(Detector):
                 return
 
 
-@DetectorRegistry.register
 class MassiveActivations(Rule):
     """Reports single activations that are far larger than all others.
 
@@ -143,7 +140,6 @@ class MassiveActivations(Rule):
     usual = "0, or a few in large language models"
 
 
-@DetectorRegistry.register
 class RouterCollapse(Detector):
     """Finds experts of a mixture to which the router has sent nothing.
 

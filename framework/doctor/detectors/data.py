@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..detector import Detector, DetectorRegistry, Threshold
+from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import History, median_of
 from ..measures import CHECKS, FEW_CLASSES, are_tokens, classes_of_batches, is_sorted_by_class
@@ -13,7 +13,6 @@ from ..rules import Rule, median
 from .losses import TrainValidationDiverging, validation_rises
 
 
-@DetectorRegistry.register
 class RowsRepeated(Detector):
     """Finds rows that occur several times within a batch or an epoch.
 
@@ -53,7 +52,6 @@ class RowsRepeated(Detector):
         )
 
 
-@DetectorRegistry.register
 class SameBatch(Detector):
     """Finds a training that gets the same batch at every step.
 
@@ -90,7 +88,6 @@ class SameBatch(Detector):
         )
 
 
-@DetectorRegistry.register
 class SortedByClass(Detector):
     """Finds batches that contain a single class each, or far fewer classes than random rows would.
 
@@ -164,7 +161,6 @@ class SortedByClass(Detector):
         return (share, count) if share > self.batches and count > 1 else None
 
 
-@DetectorRegistry.register
 class InputsNotNormalised(Detector):
     """Finds inputs whose values are far from mean 0 and deviation 1.
 
@@ -216,7 +212,6 @@ class InputsNotNormalised(Detector):
         )
 
 
-@DetectorRegistry.register
 class InputsDrift(Detector):
     """Finds inputs whose scale leaves the usual range during the training.
 
@@ -259,7 +254,6 @@ class InputsDrift(Detector):
         )
 
 
-@DetectorRegistry.register
 class TargetsExtreme(Detector):
     """Finds targets of a regression that are far outside of all others.
 
@@ -309,7 +303,6 @@ class TargetsExtreme(Detector):
         )
 
 
-@DetectorRegistry.register
 class InputsConstant(Detector):
     """Finds inputs that are the same number everywhere.
 
@@ -343,7 +336,6 @@ class InputsConstant(Detector):
         )
 
 
-@DetectorRegistry.register
 class PaddingInLoss(Rule):
     """Finds padding tokens that count as targets.
 
@@ -372,7 +364,6 @@ class PaddingInLoss(Rule):
     confidence = 0.75
 
 
-@DetectorRegistry.register
 class ClassIgnored(Detector):
     """Finds a class or a token that the loss leaves out together with the padding.
 
@@ -419,7 +410,6 @@ class ClassIgnored(Detector):
             )
 
 
-@DetectorRegistry.register
 class TargetsIgnored(Detector):
     """Finds batches in which nearly all targets are ignored.
 

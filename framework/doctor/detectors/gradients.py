@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...errors import listed
-from ..detector import Detector, DetectorRegistry, Threshold
+from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, Floats, History, median_of
 from ..measures import CHECKS, JUMP, jump_of_gradient, learns_values
@@ -29,7 +29,6 @@ def are_experts(names: list[str]) -> bool:
     return bool(names) and all(any(word in name for word in EXPERTS) for name in names)
 
 
-@DetectorRegistry.register
 class WithoutGradient(Detector):
     """Finds trainable parameters that the loss does not reach.
 
@@ -97,7 +96,6 @@ class WithoutGradient(Detector):
         )
 
 
-@DetectorRegistry.register
 class LayersStopLearning(Detector):
     """Finds parameters that were trained at first, and are frozen or without a gradient since.
 
@@ -157,7 +155,6 @@ def _streaks(history: History, family: str, least: int) -> dict[str, int]:
     }
 
 
-@DetectorRegistry.register
 class LeftoverGradients(Detector):
     """Finds gradients that nothing sets to zero between two steps.
 
@@ -200,7 +197,6 @@ class LeftoverGradients(Detector):
         )
 
 
-@DetectorRegistry.register
 class SecondBackwardPass(Detector):
     """Finds another backward pass of the same step before the one that the loop reports.
 
@@ -251,7 +247,6 @@ def _sees_updates(history: History) -> bool:
     return "parameter_norms" in history.hooks and "parameter_norms" not in history.left_out
 
 
-@DetectorRegistry.register
 class OptimizerNotStepped(Detector):
     """Finds a loop that never steps its optimizer, and one whose accumulation attach does not know.
 
@@ -314,7 +309,6 @@ class OptimizerNotStepped(Detector):
             )
 
 
-@DetectorRegistry.register
 class GradientsAllZero(Detector):
     """Finds a training in which no parameter has a gradient, from the start or from some step on.
 
@@ -365,7 +359,6 @@ class GradientsAllZero(Detector):
         yield self.finding("critical", step, why, remedy, evidence, confidence=0.9)
 
 
-@DetectorRegistry.register
 class GradientsZeroedTooEarly(Detector):
     """Finds gradients that are set to zero before the optimizer has used them.
 
@@ -436,7 +429,6 @@ LAST_CHECKS = 3
 """Checks at which a gradient must be tiny, since alerts already report those that are so at a single one."""
 
 
-@DetectorRegistry.register
 class VanishingGradients(Detector):
     """Finds weights whose gradient is tiny compared with that of the others.
 
@@ -488,7 +480,6 @@ RARE = 0.05
 """Share of the steps up to which extreme gradients are the fault of single rows rather than of the model."""
 
 
-@DetectorRegistry.register
 class ExplodingGradients(Detector):
     """Finds gradients that grow without bound, or in single steps by orders of magnitude.
 
@@ -585,7 +576,6 @@ class ExplodingGradients(Detector):
         return self.finding("warning", step, why, remedy, evidence, confidence=confidence)
 
 
-@DetectorRegistry.register
 class GradientJump(Detector):
     """Finds a lasting jump of the gradient under an optimizer whose second moments lag behind.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from ..detector import Detector, DetectorRegistry, Threshold
+from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
 from .parameters import named_fact
@@ -11,7 +11,6 @@ EXTREME = 8.0
 """Median scale that is a mistake even if the loss falls: N(0, 1) for layers with more than 64 inputs."""
 
 
-@DetectorRegistry.register
 class InitialScale(Detector):
     """Finds linear and convolutional layers whose weights are far too large or too small.
 
@@ -67,7 +66,6 @@ def _suffers_from_large(history: History) -> bool:
     return first > 2 * uniform or history.falls_short(0.1) or history.step < 5 or first > 100 or scale > EXTREME
 
 
-@DetectorRegistry.register
 class ConstantWeights(Detector):
     """Finds matrices whose elements are all equal, so that units cannot become different.
 
@@ -106,7 +104,6 @@ class ConstantWeights(Detector):
         )
 
 
-@DetectorRegistry.register
 class UntiedCopies(Detector):
     """Finds an embedding and an output projection that start equal but are separate parameters.
 

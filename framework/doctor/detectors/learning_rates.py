@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..detector import Detector, DetectorRegistry, Threshold
+from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History, median_of
 from ..measures import compared, is_sorted_by_class, jump_of_gradient
@@ -41,7 +41,6 @@ def has_scheduler(history: History) -> bool:
     return bool(history.settings.get("scheduler")) or is_changing
 
 
-@DetectorRegistry.register
 class LearningRateTooHigh(Detector):
     """Finds steps that overwrite the weights instead of adjusting them.
 
@@ -197,7 +196,6 @@ def _has_dead_layers(history: History) -> bool:
     return any(curve.last > 0.5 for family in families for curve in family.values())
 
 
-@DetectorRegistry.register
 class LearningRateTooLow(Detector):
     """Finds updates that are too small to train the weights.
 
@@ -275,7 +273,6 @@ def set_rates(history: History) -> list[float]:
     return [float(rate) for rate in rates if isinstance(rate, (int, float))] or [0.0]
 
 
-@DetectorRegistry.register
 class WarmUpTooLong(Detector):
     """Finds a warm-up that takes longer than the training.
 
@@ -316,7 +313,6 @@ class WarmUpTooLong(Detector):
         )
 
 
-@DetectorRegistry.register
 class LearningRateZero(Detector):
     """Finds a learning rate of zero before the end of the training.
 
@@ -372,7 +368,6 @@ def returns_after_burst(values: "np.typing.NDArray[np.float64]") -> bool:
     return 0.5 * usual < newest < 2 * usual
 
 
-@DetectorRegistry.register
 class ScheduleEndsEarly(Detector):
     """Finds a schedule that has used up the learning rate long before the end.
 
@@ -449,7 +444,6 @@ class ScheduleEndsEarly(Detector):
         return level < self.nothing and history.step >= 100 and history.step - step > 0.5 * history.step
 
 
-@DetectorRegistry.register
 class CosineRises(Detector):
     """Finds a cosine schedule that is stepped beyond its length, so that the learning rate rises again.
 
@@ -499,7 +493,6 @@ class CosineRises(Detector):
         )
 
 
-@DetectorRegistry.register
 class LearningRateJump(Detector):
     """Finds a sudden rise of the learning rate that raises the loss.
 
@@ -574,7 +567,6 @@ class LearningRateJump(Detector):
         )
 
 
-@DetectorRegistry.register
 class WarmUpMissing(Detector):
     """Finds an early rise of the loss under Adam without a warm-up, which recovers later.
 

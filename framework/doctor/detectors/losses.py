@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...errors import counted, listed
-from ..detector import Detector, DetectorRegistry, Threshold
+from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History, median_of
 from ..measures import CHECKS, compared, divided_afterwards, is_minimised, learns_values
@@ -16,7 +16,6 @@ from ..stages import Stage
 from .learning_rates import is_warming_up
 
 
-@DetectorRegistry.register
 class DoublyNormalised(Rule):
     """Finds a softmax before a loss that contains one, or a sigmoid likewise.
 
@@ -40,7 +39,6 @@ class DoublyNormalised(Rule):
     confidence = 0.97
 
 
-@DetectorRegistry.register
 class LogSoftmaxMissing(Rule):
     """Finds a likelihood of outputs that are not log-probabilities.
 
@@ -66,7 +64,6 @@ class LogSoftmaxMissing(Rule):
     confidence = 0.97
 
 
-@DetectorRegistry.register
 class OneClass(Detector):
     """Finds a cross-entropy over a single class.
 
@@ -98,7 +95,6 @@ class OneClass(Detector):
             )
 
 
-@DetectorRegistry.register
 class TemperatureMissing(Detector):
     """Finds a cross-entropy of cosines that no temperature divides.
 
@@ -137,7 +133,6 @@ class TemperatureMissing(Detector):
         )
 
 
-@DetectorRegistry.register
 class LossBroadcast(Rule):
     """Finds a loss that compares every output with every target of the batch.
 
@@ -163,7 +158,6 @@ class LossBroadcast(Rule):
     confidence = 0.97
 
 
-@DetectorRegistry.register
 class CausalMaskMissing(Detector):
     """Finds attention without a causal mask in a model that is trained to predict the next token.
 
@@ -196,7 +190,6 @@ class CausalMaskMissing(Detector):
         )
 
 
-@DetectorRegistry.register
 class TargetsShiftedWrongly(Detector):
     """Finds a causal model whose targets are its inputs, or the tokens after the next.
 
@@ -233,7 +226,6 @@ class TargetsShiftedWrongly(Detector):
         )
 
 
-@DetectorRegistry.register
 class TargetsAreInputs(Rule):
     """Finds a model that gets the targets of its loss as inputs.
 
@@ -258,7 +250,6 @@ class TargetsAreInputs(Rule):
     remedy = "Shift the decoder's inputs: torch.cat([start, targets[:, :-1]], dim=1), and compare with targets."
 
 
-@DetectorRegistry.register
 class LogitsRectified(Rule):
     """Finds a ReLU at the end of a classifier.
 
@@ -279,7 +270,6 @@ class LogitsRectified(Rule):
     remedy = "Remove the ReLU after the last layer."
 
 
-@DetectorRegistry.register
 class TargetsOutOfReach(Detector):
     """Finds a regression whose last activation cannot give its targets.
 
@@ -315,7 +305,6 @@ class TargetsOutOfReach(Detector):
         )
 
 
-@DetectorRegistry.register
 class TargetsNotProbabilities(Detector):
     """Finds losses of numbers that are not probabilities, such as several labels of a row, or masks of 255.
 
@@ -376,7 +365,6 @@ class TargetsNotProbabilities(Detector):
         )
 
 
-@DetectorRegistry.register
 class NormalisedOverRows(Rule):
     """Finds a softmax over the batch, in the model or in the loss.
 
@@ -403,7 +391,6 @@ class NormalisedOverRows(Rule):
     confidence = 0.95
 
 
-@DetectorRegistry.register
 class LossSummed(Detector):
     """Finds a loss that is a sum over the batch instead of a mean.
 
@@ -440,7 +427,6 @@ class LossSummed(Detector):
         )
 
 
-@DetectorRegistry.register
 class AccumulationNotAveraged(Detector):
     """Finds gradient accumulation whose micro-batches are not averaged, or divided by another number.
 
@@ -486,7 +472,6 @@ LEAST_SCALE = 256
 """Factor of a loss scaler from which on its loss is not mistaken for a high one."""
 
 
-@DetectorRegistry.register
 class InitialLossHigh(Detector):
     """Finds a first loss far above that of equal probabilities.
 
@@ -560,7 +545,6 @@ class InitialLossHigh(Detector):
         return largest < self.weights and max(abs(mean), deviation) < self.inputs
 
 
-@DetectorRegistry.register
 class TargetsNotNormalised(Detector):
     """Finds a regression loss that is huge at the start, because its targets are.
 
@@ -598,7 +582,6 @@ class TargetsNotNormalised(Detector):
         )
 
 
-@DetectorRegistry.register
 class LossRising(Detector):
     """Finds a loss that rises steadily, or is the negative of a cross-entropy.
 
@@ -663,7 +646,6 @@ def rank_correlation(values: "np.typing.NDArray[np.float64]") -> float:
     return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])
 
 
-@DetectorRegistry.register
 class NoBetterThanUniform(Detector):
     """Finds a classifier whose loss stays at that of equal probabilities.
 
@@ -727,7 +709,6 @@ class NoBetterThanUniform(Detector):
         )
 
 
-@DetectorRegistry.register
 class NoBetterThanFrequencies(Detector):
     """Finds a classifier or language model that predicts how frequent its targets are, for every input.
 
@@ -774,7 +755,6 @@ NEAR_MEAN = 2.0
 """Loss relative to that of the mean up to which the model is likely to predict the mean."""
 
 
-@DetectorRegistry.register
 class NoBetterThanMean(Detector):
     """Finds a regression that always predicts the mean of its targets, or is worse than that.
 
@@ -842,7 +822,6 @@ class NoBetterThanMean(Detector):
         )
 
 
-@DetectorRegistry.register
 class LossConstant(Detector):
     """Finds a loss that is one number, although weights and batches change.
 
@@ -882,7 +861,6 @@ class LossConstant(Detector):
         )
 
 
-@DetectorRegistry.register
 class LossNotFalling(Detector):
     """Reports a loss that has not fallen, when nothing explains it.
 
@@ -919,7 +897,6 @@ class LossNotFalling(Detector):
             )
 
 
-@DetectorRegistry.register
 class LossSpike(Detector):
     """Reports spikes of the loss from which it did not recover at once; a remark if it has recovered or falls again.
 
@@ -968,7 +945,6 @@ class LossSpike(Detector):
         )
 
 
-@DetectorRegistry.register
 class LossUnbounded(Detector):
     """Finds a loss that falls below zero ever faster.
 
@@ -1032,7 +1008,6 @@ def validation_rises(history: History) -> bool:
     return len(later) >= 2 and bool(np.all(later[-3:] > 1.02 * values[best])) and later[-1] >= later[0]
 
 
-@DetectorRegistry.register
 class TrainValidationDiverging(Detector):
     """Finds a model that memorises its training data.
 
@@ -1252,7 +1227,6 @@ class TrainValidationDiverging(Detector):
         return self.finding("warning", step, why, remedy, *evidence, confidence=0.85)
 
 
-@DetectorRegistry.register
 class ValidationBetter(Detector):
     """Reports a validation loss that is clearly below the training loss without dropout.
 

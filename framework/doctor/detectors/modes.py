@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...errors import counted
-from ..detector import Detector, DetectorRegistry, Threshold
+from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import History, median_of
 from ..measures import CHECKS
@@ -14,7 +14,6 @@ from ..rules import Rule, alert, fact
 from .parameters import named_fact
 
 
-@DetectorRegistry.register
 class EvalModeInTraining(Detector):
     """Finds a model that is trained in eval mode.
 
@@ -67,7 +66,6 @@ class EvalModeInTraining(Detector):
             )
 
 
-@DetectorRegistry.register
 class BatchNormFrozen(Detector):
     """Finds trained batch normalisations whose statistics do not change.
 
@@ -111,7 +109,6 @@ class BatchNormFrozen(Detector):
                 return
 
 
-@DetectorRegistry.register
 class RunningStatisticsUnlike(Detector):
     """Finds batch normalisations whose running statistics are those of the last batch only.
 
@@ -170,7 +167,6 @@ class RunningStatisticsUnlike(Detector):
                 return
 
 
-@DetectorRegistry.register
 class DropoutTooStrong(Rule):
     """Finds dropout that leaves hardly anything of its inputs.
 
@@ -200,7 +196,6 @@ class DropoutTooStrong(Rule):
     confidence = 0.85
 
 
-@DetectorRegistry.register
 class EvaluationInTrainMode(Rule):
     """Finds evaluations that run the model in train mode.
 
@@ -229,7 +224,6 @@ class EvaluationInTrainMode(Rule):
     confidence = 0.95
 
 
-@DetectorRegistry.register
 class OptimizerReplaced(Rule):
     """Finds steps of an optimizer that is not attached over the parameters of the model.
 
@@ -256,7 +250,6 @@ class OptimizerReplaced(Rule):
     confidence = 0.95
 
 
-@DetectorRegistry.register
 class DropoutInEvaluation(Detector):
     """Finds dropout that is active in eval mode.
 

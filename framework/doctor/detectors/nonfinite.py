@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 
 from ...errors import listed
-from ..detector import Detector, DetectorRegistry, Threshold
+from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
 
 
-@DetectorRegistry.register
 class NonFinite(Detector):
     """Reports the first NaN or infinite value, with its producer and rows.
 
@@ -113,7 +112,6 @@ def _first_step(history: History) -> int | None:
     return min(steps, default=None)
 
 
-@DetectorRegistry.register
 class SkippedSteps(Detector):
     """Finds a loss scaler that skips most steps.
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..detector import Detector, DetectorRegistry, Threshold
+from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import History, median_of
 
@@ -15,7 +15,6 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-@DetectorRegistry.register
 class ClippingTooStrong(Detector):
     """Finds clipping that shrinks nearly every gradient by a large factor.
 
@@ -87,7 +86,6 @@ def _scale_of_clipping(history: History, norms: "np.typing.NDArray[np.float64]")
     return scale if limit < 100 and float(np.median(np.abs(products - limit))) < 0.01 * limit else None
 
 
-@DetectorRegistry.register
 class EpsilonTooLarge(Detector):
     """Finds an eps of Adam that is larger than the gradients.
 
@@ -123,7 +121,6 @@ class EpsilonTooLarge(Detector):
             )
 
 
-@DetectorRegistry.register
 class MomentumUnusual(Detector):
     """Finds swapped betas, and momentum so close to 1 that the training oscillates.
 
@@ -164,7 +161,6 @@ class MomentumUnusual(Detector):
         return self.finding("warning", 0, why, remedy, evidence, confidence=confidence)
 
 
-@DetectorRegistry.register
 class WeightsShrink(Detector):
     """Finds weight decay that shrinks the weights faster than the gradient trains them.
 

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable
 
-from ..detector import Detector, DetectorRegistry, Threshold
+from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History, median_of
 from ..measures import CHECKS, compared, is_minimised
@@ -22,7 +22,6 @@ SHARES_OF_RIGHT = frozenset({"acc", "accuracy"})
 """Words in the names of shares of rows whose largest output is the right class."""
 
 
-@DetectorRegistry.register
 class OutputsIgnoreInputs(Detector):
     """Finds a model whose outputs are the same for all rows.
 
@@ -79,7 +78,6 @@ class OutputsIgnoreInputs(Detector):
         )
 
 
-@DetectorRegistry.register
 class ScoreContradictsLoss(Detector):
     """Finds a score that stays low although the loss is that of a model that is right.
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from ...errors import counted, listed
-from ..detector import Detector, DetectorRegistry, Threshold
+from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
 from ..measures import CHECKS
@@ -20,7 +20,6 @@ def named_fact(history: History, name: str) -> tuple[int, str]:
     return fact.get("count") or 0, named(fact.get("names", []), fact.get("count") or 0)
 
 
-@DetectorRegistry.register
 class WithoutOptimizer(Detector):
     """Finds trainable parameters that no optimizer holds.
 
@@ -63,7 +62,6 @@ class WithoutOptimizer(Detector):
         )
 
 
-@DetectorRegistry.register
 class LayersNotRegistered(Detector):
     """Finds layers in Python lists, tuples or dicts, and tensors that are not parameters.
 
@@ -96,7 +94,6 @@ class LayersNotRegistered(Detector):
             )
 
 
-@DetectorRegistry.register
 class FrozenInOptimizer(Detector):
     """Finds optimizer entries that do not require a gradient.
 
@@ -134,7 +131,6 @@ class FrozenInOptimizer(Detector):
         )
 
 
-@DetectorRegistry.register
 class FrozenUntrained(Detector):
     """Finds frozen layers whose weights are those of a fresh initialisation.
 
@@ -170,7 +166,6 @@ class FrozenUntrained(Detector):
             )
 
 
-@DetectorRegistry.register
 class DecayedVectors(Detector):
     """Reports biases and norm gains in a group with weight decay.
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..detector import Detector, DetectorRegistry, Threshold
+from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, Floats, History, median_of
 from ..policy_numbers import FEWEST, HEALTH, LENGTHS_OF_EPISODES, MEASURED, PolicyNumbers, noise_of, rise_of
@@ -41,7 +41,6 @@ class _HighLevel(Detector):
             yield self.finding("warning", since, self.why.format(value=level), self.remedy, evidence, confidence=0.85)
 
 
-@DetectorRegistry.register
 class RewardsWithoutSpread(Detector):
     """Finds groups of completions that all get the same reward.
 
@@ -93,7 +92,6 @@ class RewardsWithoutSpread(Detector):
         )
 
 
-@DetectorRegistry.register
 class ReferenceIsTrained(Detector):
     """Finds a reference model that always equals the trained one.
 
@@ -137,7 +135,6 @@ class ReferenceIsTrained(Detector):
         )
 
 
-@DetectorRegistry.register
 class EntropyCollapse(Detector):
     """Finds a policy that has stopped exploring.
 
@@ -186,7 +183,6 @@ class EntropyCollapse(Detector):
         )
 
 
-@DetectorRegistry.register
 class KLRunaway(Detector):
     """Finds a policy that moves away without limit: from its reference, or in one update.
 
@@ -237,7 +233,6 @@ class KLRunaway(Detector):
             return
 
 
-@DetectorRegistry.register
 class RatiosClipped(_HighLevel):
     """Finds updates most of whose ratios are clipped.
 
@@ -262,7 +257,6 @@ class RatiosClipped(_HighLevel):
     remedy = "Lower the learning rate, or take fewer epochs or larger batches per rollout."
 
 
-@DetectorRegistry.register
 class RewardIsLength(Detector):
     """Finds a reward that follows the length of completions.
 
@@ -304,7 +298,6 @@ class RewardIsLength(Detector):
             )
 
 
-@DetectorRegistry.register
 class CompletionsTruncated(Detector):
     """Finds completions that nearly all end at the longest allowed length.
 
@@ -344,7 +337,6 @@ class CompletionsTruncated(Detector):
         )
 
 
-@DetectorRegistry.register
 class DeadCritic(Detector):
     """Finds a critic that explains nothing of the returns.
 
@@ -390,7 +382,6 @@ class DeadCritic(Detector):
             )
 
 
-@DetectorRegistry.register
 class RewardFalls(Detector):
     """Finds a policy that becomes worse than it was at the start.
 
@@ -431,7 +422,6 @@ class RewardFalls(Detector):
             )
 
 
-@DetectorRegistry.register
 class SamplerDiffers(_HighLevel):
     """Finds a sampler whose probabilities differ from those of the trainer.
 
@@ -456,7 +446,6 @@ class SamplerDiffers(_HighLevel):
     remedy = "Synchronise the sampler's weights after each update, and compare precision, temperature and template."
 
 
-@DetectorRegistry.register
 class RatioAlwaysOne(Detector):
     """Reports updates in which the new policy is the old one.
 

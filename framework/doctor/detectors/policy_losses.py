@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..detector import Detector, DetectorRegistry, Threshold
+from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import History, median_of
 from ..policy_numbers import HEALTH
@@ -17,7 +17,6 @@ def least(history: History, metric: str) -> RuleValue:
     return RuleValue(float(np.min(curve.values)) if len(curve) >= 3 else 0.0, curve.first_step)
 
 
-@DetectorRegistry.register
 class PolicyLossSign(Detector):
     """Finds a policy loss without its minus sign, which makes good actions less probable.
 
@@ -58,7 +57,6 @@ class PolicyLossSign(Detector):
         )
 
 
-@DetectorRegistry.register
 class EntropyBonusSign(Rule):
     """Finds an entropy bonus that is added to the loss instead of subtracted.
 
@@ -82,7 +80,6 @@ class EntropyBonusSign(Rule):
     confidence = 0.9
 
 
-@DetectorRegistry.register
 class AdvantagesOfPairs(Rule):
     """Finds advantages of all pairs of returns and values.
 
@@ -109,7 +106,6 @@ class AdvantagesOfPairs(Rule):
     confidence = 0.97
 
 
-@DetectorRegistry.register
 class TargetNetworkStuck(Detector):
     """Finds a target network that is never updated, or always equals the online one.
 
@@ -150,7 +146,6 @@ class TargetNetworkStuck(Detector):
         )
 
 
-@DetectorRegistry.register
 class TerminalValuesLeak(Detector):
     """Finds targets of values that continue after the end of an episode.
 
@@ -186,7 +181,6 @@ class TerminalValuesLeak(Detector):
         )
 
 
-@DetectorRegistry.register
 class SameTransition(Rule):
     """Finds batches of one transition, repeated.
 
@@ -214,7 +208,6 @@ class SameTransition(Rule):
     confidence = 0.95
 
 
-@DetectorRegistry.register
 class AdvantageIsLength(Detector):
     """Finds advantages that are the lengths of completions.
 

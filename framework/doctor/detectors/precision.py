@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..detector import Detector, DetectorRegistry, Threshold
+from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
 from ..measures import CHECKS
@@ -14,7 +14,6 @@ NO_RATE = 1e-4
 """Share of the largest learning rate below which rounding may remove every update."""
 
 
-@DetectorRegistry.register
 class RoundedUpdates(Detector):
     """Finds 16-bit weights whose updates are lost to rounding.
 
@@ -66,7 +65,6 @@ def _rounds_stochastically(history: History) -> bool:
     )
 
 
-@DetectorRegistry.register
 class Float16WithoutScaler(Detector):
     """Finds float16 gradients without a loss scaler.
 
@@ -104,7 +102,6 @@ class Float16WithoutScaler(Detector):
         )
 
 
-@DetectorRegistry.register
 class GradientsNotUnscaled(Detector):
     """Finds updates by gradients that are still multiplied by the loss scale.
 
@@ -143,7 +140,6 @@ def _rate_was_zero(history: History, steps: "np.typing.NDArray[np.int64]") -> bo
     return any(rate.at(int(step)) <= least for step in steps)
 
 
-@DetectorRegistry.register
 class OptimizerWithoutEffect(Detector):
     """Finds steps of the optimizer that change no weight.
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable
 
-from ..detector import Detector, DetectorRegistry, Threshold
+from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
 from ..step_times import StepTimes, milliseconds_text
 
 
-@DetectorRegistry.register
 class WaitsForData(Detector):
     """Finds a training that spends a large part of its steps waiting for data.
 
@@ -52,7 +51,6 @@ class WaitsForData(Detector):
         )
 
 
-@DetectorRegistry.register
 class HooksTakeTime(Detector):
     """Finds a training that spends a large part of its steps in hooks.
 

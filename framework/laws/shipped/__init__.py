@@ -1,7 +1,5 @@
-"""The laws that come with loopscope, one in each file."""
+"""The laws that come with loopscope, one in each file; importing this package registers them."""
 
-from importlib import import_module
-from pkgutil import iter_modules
+from ..law import LawRegistry
 
-for _module in iter_modules(__path__):
-    import_module(f"{__name__}.{_module.name}")
+LawRegistry.register_package(__name__, __path__)

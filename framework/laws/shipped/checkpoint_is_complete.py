@@ -8,12 +8,11 @@ from torch import nn
 
 from ...errors import listed
 from ..constructions import constructed_again
-from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..law import Law, Outcome, broken, holds, not_checked
 from ..rows import UndecidedError
 from ..trial import Trial
 
 
-@LawRegistry.register
 class CheckpointIsComplete(Law):
     """Load the state dict into other models, and compare their outputs.
 

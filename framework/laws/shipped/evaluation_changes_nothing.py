@@ -8,11 +8,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...errors import listed
-from ..law import Law, LawRegistry, Outcome, broken, holds
+from ..law import Law, Outcome, broken, holds
 from ..trial import Trial
 
 
-@LawRegistry.register
 class EvaluationChangesNothing(Law):
     """Run a pass in eval mode, and compare weights and buffers before and after; no dropout may be active.
 

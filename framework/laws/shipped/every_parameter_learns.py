@@ -6,12 +6,11 @@ import torch
 
 from ...errors import listed
 from ...observing import optimizers_over
-from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..law import Law, Outcome, broken, holds, not_checked
 from ..trial import Trial
 from ..values import weight_of
 
 
-@LawRegistry.register
 class EveryParameterLearns(Law):
     """Make the update of the step, and look for trainable parameters without a gradient or without a change."""
 

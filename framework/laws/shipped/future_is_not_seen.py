@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..law import Law, Outcome, broken, holds, not_checked
 from ..rows import UndecidedError
 from ..trial import TIMES_NOISE, Trial
 
@@ -17,7 +17,6 @@ MOST_SCORED = 0.5
 """The part of the outputs that one position of the targets may concern."""
 
 
-@LawRegistry.register
 class FutureIsNotSeen(Law):
     """Change all inputs after a position, and compare the outputs that are scored with the next one.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...errors import listed
-from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..law import Law, Outcome, broken, holds, not_checked
 from ..recorded_step import Constant, RecordedCall, Value
 from ..sorted_rows import adds_sorted_rows
 from ..trial import Trial, distance
@@ -31,7 +31,6 @@ SPREADS = {"std", "var", "std_mean", "var_mean"}
 """Functions that normalise data, such as the advantages of a policy gradient."""
 
 
-@LawRegistry.register
 class HalvesMakeAWhole(Law):
     """Compare the gradient of the batch with those of batches that contain one of its halves twice, in eval mode.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import listed
-from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..law import Law, Outcome, broken, holds, not_checked
 from ..rows import UndecidedError, is_mask
 from ..trial import Trial
 from .future_is_not_seen import sees_its_target
@@ -45,7 +45,6 @@ class _InnerCall:
         return found
 
 
-@LawRegistry.register
 class InputMatters(Law):
     """Exchange the inputs of the rows, one input at a time, and look for a change of outputs or loss; not of masks."""
 

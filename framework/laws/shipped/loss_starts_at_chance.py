@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..law import Law, Outcome, broken, holds, not_checked
 from ..recorded_step import RecordedCall, RecordedStep, Value
 from ..rows import UndecidedError
 from ..trial import Trial
@@ -33,7 +33,6 @@ SHAPES = {"View", "UnsafeView", "Squeeze", "Unsqueeze", "Transpose", "Permute", 
 SCALINGS = {"div", "truediv", "true_divide", "divide", "mul", "rmul", "multiply"}
 
 
-@LawRegistry.register
 class LossStartsAtChance(Law):
     """Compare the first loss with that of the best constant output, found by steps on the recorded loss."""
 

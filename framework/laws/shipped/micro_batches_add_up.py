@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..joined_batches import JoinedBatches
-from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..law import Law, Outcome, broken, holds, not_checked
 from ..recorded_step import RecordedStep
 from ..trial import TIMES_NOISE, Trial, distance
 
@@ -12,7 +12,6 @@ LEAST_PART = 1e-3
 """The part of the gradient that must differ."""
 
 
-@LawRegistry.register
 class MicroBatchesAddUp(Law):
     """Compare the sum of the gradients of a step's micro-batches with the gradient of all their rows in one pass.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ...tensors import trainable
-from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..law import Law, Outcome, broken, holds, not_checked
 from ..trial import Trial
 
 FEW, MANY = 50, 200
@@ -27,7 +27,6 @@ MARGIN = 0.002
 """The part of the loss by which it must fall further with the inputs than without them."""
 
 
-@LawRegistry.register
 class OneBatchCanBeLearned(Law):
     """Take steps of Adam on one batch, also with the inputs of one row in all rows, and compare how the loss falls."""
 

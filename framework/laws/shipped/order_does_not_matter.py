@@ -2,7 +2,7 @@
 
 from ..bundles import Bundles
 from ..groups import Groups
-from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..law import Law, Outcome, broken, holds, not_checked
 from ..rows import UndecidedError
 from ..sorted_rows import adds_sorted_rows
 from ..trial import TIMES_NOISE, Trial
@@ -12,7 +12,6 @@ PARTS = 24
 """Connected parts of a batch of graphs that are changed, the largest first."""
 
 
-@LawRegistry.register
 class OrderDoesNotMatter(Law):
     """Compute the gradient of the batch with inputs and targets in another order of rows, in eval mode."""
 

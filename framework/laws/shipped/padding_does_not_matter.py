@@ -3,13 +3,12 @@
 import torch
 from torch import Tensor
 
-from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..law import Law, Outcome, broken, holds, not_checked
 from ..padding import Padded, scores_padding, sees_embedded_padding, sees_padding
 from ..rows import is_mask
 from ..trial import TIMES_NOISE, Trial, distance
 
 
-@LawRegistry.register
 class PaddingDoesNotMatter(Law):
     """Put other content into masked positions, and compare the outputs of all other positions, and the loss."""
 

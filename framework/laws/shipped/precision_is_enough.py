@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..law import Law, Outcome, broken, holds, not_checked
 from ..positions import equal_positions
 from ..trial import Trial, distance
 
@@ -21,7 +21,6 @@ MOST_LOST = 0.5
 """The part of the weights with a gradient that updates may leave."""
 
 
-@LawRegistry.register
 class PrecisionIsEnough(Law):
     """Compare loss and gradient with those of float64, and their error with the difference of the batch's halves."""
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ...errors import listed
-from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..law import Law, Outcome, broken, holds, not_checked
 from ..recorded_step import Constant, RecordedCall
 from ..trial import Trial, distance
 from ..values import tensors_within
@@ -20,7 +20,6 @@ LEAST_MISSING = 0.02
 """The part of the joint gradient that must be missing."""
 
 
-@LawRegistry.register
 class RanksAgree(Law):
     """Compare the gradient after the reduction with the mean over all ranks' rows, and between ranks."""
 

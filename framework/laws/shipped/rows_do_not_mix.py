@@ -4,12 +4,11 @@ import torch
 from torch import Tensor
 
 from ..groups import Groups
-from ..law import Law, LawRegistry, Outcome, broken, holds, not_checked
+from ..law import Law, Outcome, broken, holds, not_checked
 from ..rows import UndecidedError
 from ..trial import TIMES_NOISE, Trial
 
 
-@LawRegistry.register
 class RowsDoNotMix(Law):
     """Replace the inputs of one row by those of another row, and compare the outputs of all other rows.
 

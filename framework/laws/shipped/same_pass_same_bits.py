@@ -4,11 +4,10 @@ import torch
 from torch import Tensor
 
 from ...errors import listed
-from ..law import Law, LawRegistry, Outcome, broken, holds
+from ..law import Law, Outcome, broken, holds
 from ..trial import Trial
 
 
-@LawRegistry.register
 class SamePassSameBits(Law):
     """Repeat a pass from one state of the training, and repeat it without a roll-back of the model in between.
 

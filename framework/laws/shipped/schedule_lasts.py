@@ -1,10 +1,9 @@
 """The law that a schedule of learning rates does not end before the training."""
 
-from ..law import Law, LawRegistry, Outcome, not_checked
+from ..law import Law, Outcome, not_checked
 from ..trial import Trial
 
 
-@LawRegistry.register
 class ScheduleLasts(Law):
     """Watch the learning rates and the steps of the schedule at all updates, up to the 150th.
 
