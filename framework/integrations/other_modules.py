@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..data import Batch
+from ..doctor.senses import leaves_of
 from ..errors import require
 from ..isolation import VISITS, undone_in_modules
 from ..state import FullSharding, Structure, TrainingState, tensors_of
@@ -82,22 +83,6 @@ def modules_of_loss(
     modules = [module for module in found if any(True for _ in (*module.parameters(), *module.buffers()))]
     named = _with_names(modules, loss, state) | ({"tensors of the loss": UnownedTensors(loose)} if loose else {})
     return named, completed
-
-
-def leaves_of(loss: Tensor) -> list[Tensor]:
-    """Return the tensors whose gradients a backward pass from ``loss`` would change."""
-    leaves: list[Tensor] = []
-    nodes: list[Any] = [loss.grad_fn]
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(leaf := getattr(node, "variable", None), Tensor):  # only nodes that accumulate a gradient
-            leaves.append(leaf)
-        nodes += [following for following, _ in node.next_functions]
-    return leaves
 
 
 @contextmanager

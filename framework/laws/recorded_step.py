@@ -23,6 +23,8 @@ RANDOM = {"bernoulli", "dropout", "multinomial", "normal", "poisson", "rand_like
 """Functions that draw numbers: a replay uses those that the step has drawn."""
 BLANK = {"zeros_like", "empty_like", "new_zeros", "new_empty"}
 """Functions that make tensors which a function that is not recorded, such as a collective, may fill."""
+DIVISIONS = {"div", "truediv", "true_divide", "divide"}
+SCALINGS = DIVISIONS | {"mul", "rmul", "multiply"}
 MOST_DERIVED = 1000
 """Calls on data that are recorded in a micro-batch."""
 
@@ -66,6 +68,11 @@ class RecordedCall:
     def name(self) -> str:
         """The name of the function."""
         return str(getattr(self.function, "__name__", ""))
+
+    @property
+    def operation(self) -> str:
+        """The name of the operation, also of one in place or between operands: ``div`` of ``div_``."""
+        return self.name.strip("_i")
 
     def run(
         self,
@@ -173,6 +180,17 @@ class RecordedStep:
     def items_of(call: RecordedCall) -> list[Any]:
         """Return the arguments of a call, without their containers."""
         return _items(call.arguments)
+
+    def scalings(self) -> list[tuple[str, float]]:
+        """Return the operations that multiply or divide by a number other than 0, with the number."""
+        found = []
+        for call in self.calls:
+            for item in () if call.is_pass or call.operation not in SCALINGS else self.items_of(call):
+                value = self.constants[item.index] if isinstance(item, Constant) else item
+                is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim)
+                if is_number and float(value):
+                    found.append((call.operation, float(value)))
+        return found
 
     def _constants_of(self, calls: Sequence[RecordedCall]) -> set[int]:
         return {item.index for call in calls for item in _items(call.arguments) if isinstance(item, Constant)}

@@ -20,6 +20,7 @@ from ..isolation import VISITS
 from ..observing import PassiveListener, listen, stop_listening
 from ..state import RandomStreams, Transient
 from .recorded_step import RecordedStep, StepRecorder
+from .values import has_parameters
 
 
 class Recording(PassiveListener, Transient):
@@ -82,14 +83,14 @@ class Recording(PassiveListener, Transient):
                 self.clear()
                 self._is_updated = False
             self._recorder.begin_pass(self._streams.save())
-        elif _has_parameters(module):
+        elif has_parameters(module):
             self._recorder.foreign_depth += 1
 
     def _after_pass(self, module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any], output: Any) -> None:
         if self._counts(module):
             self.thread = get_ident()
             self._recorder.end_pass(module, inputs, options, output, is_whole=module is self._model)
-        elif _has_parameters(module):
+        elif has_parameters(module):
             self._recorder.foreign_depth = max(0, self._recorder.foreign_depth - 1)
 
     def _before_update(self, *_: Any) -> None:
@@ -110,9 +111,5 @@ def _computes(module: nn.Module) -> bool:
     """Return whether calls of a module are passes; those of losses and activations are calls of functions."""
     if isinstance(module, _Loss):
         return False
-    has_state = _has_parameters(module) or any(True for _ in module.buffers())
+    has_state = has_parameters(module) or any(True for _ in module.buffers())
     return has_state or isinstance(module, _DropoutNd)  # which replays call in eval mode
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())

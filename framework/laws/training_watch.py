@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from ..observing import PassiveListener, listen, place, stop_listening
 from ..state import Transient
 from .loss_numbers import divisors_of
 from .recorded_step import factors_of
-from .values import tensors_within
+from .values import has_parameters, tensors_within
 
 FEW = 3
 """Updates that show how many backward passes an update usually has."""
@@ -90,9 +90,9 @@ class TrainingWatch(PassiveListener, Transient):
         """The norm of the gradients before they were clipped and at the newest update, if they are clipped."""
         self._norm: float | None = None
         self._seeding = (
-            place(torch, "manual_seed", self._observed_seed),
-            place(torch, "set_rng_state", self._observed_state),
-            place(torch.random, "set_rng_state", self._observed_state),
+            place(torch, "manual_seed", partial(self._observed, seeds=True)),
+            place(torch, "set_rng_state", partial(self._observed, seeds=False)),
+            place(torch.random, "set_rng_state", partial(self._observed, seeds=False)),
         )
         self.is_decided = self._is_stopped = False
 
@@ -101,7 +101,7 @@ class TrainingWatch(PassiveListener, Transient):
         """Watch the passes of a model in the body."""
         self._model, self._is_active = model, is_active
         named = model.named_modules()
-        self._parts = {id(item): name for name, item in named if next(item.parameters(), None) is not None}
+        self._parts = {id(item): name for name, item in named if has_parameters(item)}
         with VISITS:
             handles: list[Any] = [
                 register_module_forward_pre_hook(self._before_pass),
@@ -122,23 +122,16 @@ class TrainingWatch(PassiveListener, Transient):
                 for handle in handles:
                     handle.remove()
 
-    def _observed_seed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _observed(self, function: Callable[..., Any], *, seeds: bool) -> Callable[..., Any]:
+        """Return a function that seeds the generators, or restores them after a seed, and is noted."""
+
         @wraps(function)
-        def manual_seed(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_watching():
-                self._is_seeded = True
+                self._is_seeded, self._is_evaluated_with_seed = seeds, seeds and self._is_evaluated_with_seed
             return function(*args, **kwargs)
 
-        return manual_seed
-
-    def _observed_state(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def set_rng_state(*args: Any, **kwargs: Any) -> Any:
-            if self._is_watching():
-                self._is_seeded = self._is_evaluated_with_seed = False
-            return function(*args, **kwargs)
-
-        return set_rng_state
+        return call
 
     def _after_pass(self, module: nn.Module, *_: Any) -> None:
         if id(module) in self._parts:

@@ -1,7 +1,7 @@
 """The step at which laws are tried: its rows, repetitions with other inputs, and the noise of rounding."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from ..doctor.senses import leaves_of
 from ..state import RandomStreams
 from ..tensors import laid_out_like, trainable
 from .bundles import Bundles
 from .equal_noise import EqualNoise
-from .recorded_step import Constant, RecordedStep
+from .recorded_step import Constant, RecordedCall, RecordedStep
 from .rows import RowLayout, Rows, UndecidedError
-from .values import leaves_by_name
+from .values import leaves_by_name, tensors_within
 
 MOVES = 6
 """Moved copies of the weights from which the noise of rounding is measured."""
@@ -154,6 +155,27 @@ class Trial:
         """Return the inputs alone with the rows in another order."""
         return {index: value for index, value in self.with_rows(order).items() if index in self.inputs}
 
+    @contextmanager
+    def eval_pass(self) -> Iterator[None]:
+        """Roll back the body, which runs in eval mode with the random numbers of the step."""
+        with self.branch():
+            for module in self.model.modules():
+                module.training = False
+            self.step.streams.restore()
+            yield
+
+    @cached_property
+    def shapes_of_calls(self) -> list[tuple[RecordedCall, list[tuple[int, ...]]]]:
+        """The calls after the passes, each with the shapes of the tensors among its arguments."""
+        found: list[tuple[RecordedCall, list[tuple[int, ...]]]] = []
+
+        def note(call: RecordedCall, arguments: Any, options: Any) -> None:
+            found.append((call, [tuple(item.shape) for item in tensors_within((arguments, options))]))
+
+        with self.branch(), torch.no_grad():
+            self.step.replay(outputs=self.step.outputs, observe=note)
+        return found
+
     def evaluate(
         self,
         constants: Mapping[int, Tensor] | None = None,
@@ -229,33 +251,17 @@ class Trial:
 
     def output_gradient(self, constants: Mapping[int, Tensor] | None = None) -> Tensor | None:
         """Return the gradient of the loss with respect to the first output that it depends on, in eval mode."""
-        with self.branch():
-            for module in self.model.modules():
-                module.training = False
-            self.step.streams.restore()
-            with torch.enable_grad():
-                replay = self.step.replay(constants)
-                outputs = [
-                    item for item in replay.outputs if item.requires_grad and item is not replay.loss and item.ndim
-                ]
-                gradients = torch.autograd.grad(replay.loss, outputs, allow_unused=True) if outputs else ()
+        with self.eval_pass(), torch.enable_grad():
+            replay = self.step.replay(constants)
+            outputs = [item for item in replay.outputs if item.requires_grad and item is not replay.loss and item.ndim]
+            gradients = torch.autograd.grad(replay.loss, outputs, allow_unused=True) if outputs else ()
         return next((gradient.detach().clone() for gradient in gradients if gradient is not None), None)
 
     def leaves(self) -> list[Tensor]:
         """Return the tensors whose gradients a backward pass of the loss computes."""
         with self.branch(), torch.enable_grad():
             self.step.streams.restore()
-            nodes: list[Any] = [self.step.replay().loss.grad_fn]
-        seen, found = {*nodes, None}, []
-        for node in nodes:  # the loop appends to this list
-            if node is None:
-                continue
-            if hasattr(node, "variable"):
-                found.append(node.variable)
-            following = [item for item, _ in node.next_functions if item not in seen]
-            seen.update(following)
-            nodes += dict.fromkeys(following)
-        return found
+            return leaves_of(self.step.replay().loss)
 
     def gradient(self) -> Tensor:
         """Return the joint gradient of the first micro-batch in eval mode, as float64.
@@ -342,6 +348,13 @@ class Trial:
 
 def _uses_statistics_of_batch(module: _BatchNorm) -> bool:
     return module.training or module.running_mean is None
+
+
+def set_gradients(leaves: Sequence[Tensor], loss: Tensor, **options: Any) -> None:
+    """Give leaves the gradients of a loss, with options of :func:`torch.autograd.grad`."""
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, **options)
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        leaf.grad = gradient
 
 
 def distance(one: Tensor, other: Tensor) -> float:

@@ -94,6 +94,11 @@ def has_tensors(value: Any) -> bool:
     return any(isinstance(item, Tensor) for item in getattr(value, "__dict__", {}).values())
 
 
+def has_parameters(module: Module) -> bool:
+    """Return whether a module or a part of it has parameters."""
+    return next(module.parameters(), None) is not None
+
+
 def _is_object(value: Any) -> bool:
     return is_dataclass(value) and not isinstance(value, type)
 

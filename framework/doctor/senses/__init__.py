@@ -1,10 +1,11 @@
 """The doctor's readings of a training in progress: the graph of its loss, and the modes of its evaluations."""
 
+from .autograd_nodes import leaves_of
 from .backward_passes import BackwardPass
 from .backward_recorder import BackwardRecorder
 from .caller_variables import variables_with
 from .episodes import EPISODES, Episodes, note_environment
-from .evaluation_dropout import EvaluationDropout
+from .evaluation_dropout import ActiveDropout, DropoutCalls, EvaluationDropout
 from .evaluation_modes import EvaluationModes
 from .loss_graph import last_divisor, reaches
 from .policy_graph import MOST_PARTS, LogProbs, PolicyTerms, Regressed, Weighted, policy_terms, sampled_rows
@@ -13,8 +14,10 @@ from .target_losses import token_likelihoods
 __all__ = [
     "EPISODES",
     "MOST_PARTS",
+    "ActiveDropout",
     "BackwardPass",
     "BackwardRecorder",
+    "DropoutCalls",
     "Episodes",
     "EvaluationDropout",
     "EvaluationModes",
@@ -23,6 +26,7 @@ __all__ = [
     "Regressed",
     "Weighted",
     "last_divisor",
+    "leaves_of",
     "note_environment",
     "policy_terms",
     "reaches",

@@ -12,7 +12,9 @@ This module alone depends on the attributes of torch's autograd nodes, which hav
 Each attribute is read with a default, so that a version of torch without it gives fewer facts instead of an error.
 """
 
+import math
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -24,6 +26,8 @@ VIEWS = frozenset(
     | {"Squeeze", "Unsqueeze", "Expand", "Clone", "ToCopy", "Alias", "AsStrided", "Narrow", "MaskedSelect"}
 )
 """Nodes that only move or convert elements."""
+MOST_NODES = 20_000
+"""Nodes visited in the search for attention and embeddings."""
 
 
 def operation_of(node: Any) -> str:
@@ -39,6 +43,25 @@ def _operation(name: str) -> str:
 def inputs_of(node: Any) -> list[Any]:
     """Return the nodes of a node's differentiable inputs."""
     return [following for following, _ in node.next_functions if following is not None]
+
+
+def all_nodes(root: Any, most: float = MOST_NODES) -> Iterator[Any]:
+    """Yield the nodes of the graph, up to a limit."""
+    waiting, seen = ([root], {root}) if root is not None else ([], set())
+    while waiting:
+        node = waiting.pop()
+        yield node
+        new = [item for item in inputs_of(node) if item not in seen]
+        if len(seen) + len(new) > most:
+            return
+        seen.update(new)
+        waiting += new
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """Return the tensors whose gradients a backward pass from a loss would change."""
+    variables = [getattr(node, "variable", None) for node in all_nodes(loss.grad_fn, math.inf)]
+    return [item for item in variables if isinstance(item, Tensor)]  # only of nodes that accumulate a gradient
 
 
 def output_of(node: Any) -> tuple[tuple[int, ...], torch.dtype | None]:

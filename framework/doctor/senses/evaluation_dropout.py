@@ -56,8 +56,8 @@ class EvaluationDropout:
         if self._is_done or self._runs_differently():
             yield active
             return
-        calls = _DropoutCalls(active, {id(module) for module in self._model.modules()})
-        entered = list[_DropoutCalls]()
+        calls = DropoutCalls(active, {id(module) for module in self._model.modules()})
+        entered = list[DropoutCalls]()
 
         def enter(module: nn.Module, inputs: Any) -> None:
             if not self._is_done and not module.training:
@@ -98,7 +98,7 @@ class EvaluationDropout:
         return has_fast_path or is_compiled(self._model)
 
 
-class _DropoutCalls(TorchFunctionMode):
+class DropoutCalls(TorchFunctionMode):
     """Notes active dropout that is called while it is entered, by modules with these ids or by others."""
 
     def __init__(self, active: ActiveDropout, registered: set[int]) -> None:
@@ -112,6 +112,7 @@ class _DropoutCalls(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        """Call a function of torch, and note it if it drops elements."""
         kwargs = kwargs or {}
         if _is_active(func, args, kwargs):
             module = _calling_module()

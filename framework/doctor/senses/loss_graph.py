@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .autograd_nodes import (
     VIEWS,
+    all_nodes,
     inputs_of,
     is_number,
     operation_of,
@@ -48,8 +49,6 @@ ELEMENTWISE = frozenset(
 )
 """Nodes of a loss that compares outputs and targets element by element."""
 BROADCASTING = frozenset({"Sub", "Rsub", "Mul", "Div", "Expand"})
-MOST_NODES_OF_MODEL = 20_000
-"""Nodes visited in the search for attention and embeddings."""
 BEFORE_SOFTMAX = VIEWS | {"Mul", "Div", "NativeDropout"}
 """Nodes between the products of queries and keys and their softmax that are not masks."""
 MASKED = -1e3
@@ -163,7 +162,7 @@ def last_divisor(loss: Tensor) -> float:
 def reaches(loss: Tensor, parameters: Collection[Tensor]) -> bool:
     """Return whether the gradient of a loss reaches one of the parameters within the first 20,000 nodes."""
     own = {id(parameter) for parameter in parameters}
-    return any(id(getattr(node, "variable", None)) in own for node in _all_nodes(loss.grad_fn))
+    return any(id(getattr(node, "variable", None)) in own for node in all_nodes(loss.grad_fn))
 
 
 def path_of(root: Any) -> list[Any]:
@@ -626,7 +625,7 @@ def _model_facts(root: Any, path: list[Any], names: list[str]) -> dict[str, Any]
     embedding reads the targets of the loss themselves, whether inputs are normalised, and whether a softmax runs over
     the rows.
     """
-    targets, nodes = _saved_targets(path, names), [*_all_nodes(root)]
+    targets, nodes = _saved_targets(path, names), [*all_nodes(root)]
     found = [looks_ahead for node in nodes if (looks_ahead := _looks_ahead(node)) is not None]
     rows = next((shape[0] for node in path if (shape := output_of(node)[0])), 0)
     return {
@@ -671,19 +670,6 @@ def _is_layer_of_inputs(node: Any) -> bool:
 
 def _is_parameter(node: Any) -> bool:
     return operation_of(without_views(node)).endswith("AccumulateGrad")
-
-
-def _all_nodes(root: Any) -> Iterator[Any]:
-    """Yield the nodes of the graph, up to a limit."""
-    waiting, seen = ([root], {root}) if root is not None else ([], set())
-    while waiting:
-        node = waiting.pop()
-        yield node
-        new = [item for item in inputs_of(node) if item not in seen]
-        if len(seen) + len(new) > MOST_NODES_OF_MODEL:
-            return
-        seen.update(new)
-        waiting += new
 
 
 def _looks_ahead(node: Any) -> bool | None:

@@ -11,6 +11,7 @@ from ..constructions import constructed_again
 from ..law import Law, Outcome, broken, holds, not_checked
 from ..rows import UndecidedError
 from ..trial import Trial
+from ..values import has_parameters
 
 
 class CheckpointIsComplete(Law):
@@ -101,13 +102,9 @@ def _hidden_modules(model: nn.Module) -> list[str]:
             if attribute.startswith("_") or not isinstance(value, (list, tuple, dict)):
                 continue
             items = value.values() if isinstance(value, dict) else value
-            if any(isinstance(one, nn.Module) and id(one) not in known and _has_parameters(one) for one in items):
+            if any(isinstance(one, nn.Module) and id(one) not in known and has_parameters(one) for one in items):
                 found.append(f"{name}.{attribute}".removeprefix("."))
     return found
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

@@ -1,17 +1,15 @@
 """The law that the gradient of a batch is the weighted mean of the gradients of its halves."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import listed
 from ..law import Law, Outcome, broken, holds, not_checked
-from ..recorded_step import Constant, RecordedCall, Value
+from ..recorded_step import DIVISIONS, Constant, Value
 from ..sorted_rows import adds_sorted_rows
 from ..trial import Trial, distance
-from ..values import tensors_within
 
 LEAST_PART = 3e-3
 """The part of the gradient that must remain: the share of the halves is fitted, and its error remains, too.
@@ -24,8 +22,6 @@ ELEMENTWISE = {
     *("sub", "__sub__", "__rsub__", "rsub", "subtract", "mul", "__mul__", "__rmul__", "multiply"),
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
 }
-DIVISIONS = {"div", "truediv", "true_divide", "divide"}
-SCALINGS = DIVISIONS | {"mul", "rmul", "multiply"}
 SUMS = {"add", "radd"}
 SPREADS = {"std", "var", "std_mean", "var_mean"}
 """Functions that normalise data, such as the advantages of a policy gradient."""
@@ -132,73 +128,43 @@ def _is_of_batch(trial: Trial) -> str:
 
 def _divisors(trial: Trial, rows: int) -> list[float]:
     """Return the numbers by which the script divides in the loss, if they are multiples of the number of rows."""
-    numbers = [number for _, number in _scalings(trial)]
+    numbers = [number for _, number in trial.step.scalings()]
     counts = [round(one) for number in numbers for one in (number, 1 / number) if abs(one) > 1]
     return [float(item) for item in counts if item % rows == 0]
 
 
 def _counts(trial: Trial) -> bool:
     """Return whether the script divides by a whole number, which may count something in the batch, such as boxes."""
-    return any(name in DIVISIONS and number > 2 and number == int(number) for name, number in _scalings(trial))
-
-
-def _scalings(trial: Trial) -> list[tuple[str, float]]:
-    """Return the functions that multiply or divide by a number, with the number."""
-    found = []
-    for call in trial.step.calls:
-        if call.is_pass or (name := call.name.strip("_i")) not in SCALINGS:
-            continue
-        for item in trial.step.items_of(call):
-            value = trial.step.constants[item.index] if isinstance(item, Constant) else item
-            is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim)
-            if is_number and float(value):
-                found.append((name, float(value)))
-    return found
+    return any(name in DIVISIONS and number > 2 and number == int(number) for name, number in trial.step.scalings())
 
 
 def _is_ratio(trial: Trial) -> bool:
     """Return whether the loss divides sums of outputs by each other, such as the Dice loss."""
-    return any(
-        one.shape == other.shape and (not one.ndim or len(one) != trial.rows)
-        for one, other in _operands(trial, DIVISIONS)
-    )
+    return any(one == other and one[:1] != (trial.rows,) for one, other in _operands(trial, DIVISIONS))
 
 
 def _has_terms(trial: Trial) -> bool:
     """Return whether the loss is a sum of terms, of which each may be a mean over other entries of the batch."""
-    return any(not one.ndim and not other.ndim for one, other in _operands(trial, SUMS | {"stack"}))
+    return any(not one and not other for one, other in _operands(trial, SUMS | {"stack"}))
 
 
 def _broadcast_targets(trial: Trial) -> str:
     """Return the shapes of outputs and targets that a call combines to a table of rows by rows, if one does."""
-    count, found = trial.rows, list[str]()
     targets = {index for index in trial.layout.layouts if index not in trial.inputs}
-
-    def note(call: RecordedCall, arguments: Any, options: Any) -> None:
+    for call, shapes in trial.shapes_of_calls:
         items = [item for item in trial.step.items_of(call) if isinstance(item, (Value, Constant))]
-        if call.is_pass or len(items) != 2 or call.name not in ELEMENTWISE:
-            return
-        if not any(isinstance(item, Constant) and item.index in targets for item in items):
-            return
-        one, other = (tuple(item.shape) for item in tensors_within((arguments, options)))
-        if {one, other} == {(count, 1), (count,)}:
-            found.append(f"shapes {one} and {other} of outputs and targets")
-
-    with trial.branch(), torch.no_grad():
-        trial.step.replay(outputs=trial.step.outputs, observe=note)
-    return found[0] if found else ""
+        if call.name not in ELEMENTWISE or len(items) != 2:
+            continue
+        has_target = any(isinstance(item, Constant) and item.index in targets for item in items)
+        if has_target and set(shapes) == {(trial.rows, 1), (trial.rows,)}:
+            return f"shapes {shapes[0]} and {shapes[1]} of outputs and targets"
+    return ""
 
 
-def _operands(trial: Trial, names: set[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the first two operands of calls on several values that depend on outputs."""
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def note(call: RecordedCall, arguments: Any, options: Any) -> None:
-        given = [item for item in trial.step.items_of(call) if isinstance(item, Value)]
-        if call.name.strip("_i") in names and len(given) > 1:
-            one, other = tensors_within(arguments)[:2]
-            found.append((one, other))
-
-    with trial.branch(), torch.no_grad():
-        trial.step.replay(outputs=trial.step.outputs, observe=note)
-    return found
+def _operands(trial: Trial, names: set[str]) -> list[list[tuple[int, ...]]]:
+    """Return the shapes of the first two operands of calls on several values that depend on outputs."""
+    return [
+        shapes[:2]
+        for call, shapes in trial.shapes_of_calls
+        if call.operation in names and sum(isinstance(item, Value) for item in trial.step.items_of(call)) > 1
+    ]

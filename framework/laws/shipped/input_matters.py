@@ -94,16 +94,13 @@ class InputMatters(Law):
             if len(of_rows) > 1 and len(of_rows) == len(tensors) and isinstance(output, Tensor):
                 calls.append(_InnerCall(module, inputs, options, of_rows, output.detach().clone()))
 
-        with trial.branch(), torch.no_grad():
-            for module in trial.model.modules():
-                module.training = False
+        with trial.eval_pass(), torch.no_grad():
             handles = [
                 module.register_forward_hook(note, with_kwargs=True)
                 for module in trial.model.modules()
                 if module is not trial.model
             ]
             try:
-                trial.step.streams.restore()
                 trial.step.replay(needs_loss=False)
             finally:
                 for handle in handles:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..law import Law, Outcome, broken, holds, not_checked
-from ..recorded_step import RecordedCall, RecordedStep, Value
+from ..recorded_step import SCALINGS, RecordedCall, RecordedStep, Value
 from ..rows import UndecidedError
-from ..trial import Trial
+from ..trial import Trial, set_gradients
 
 FACTOR = 1.5
 """The first loss may be this many times that of the best constant prediction; default initialisations reach 1.3."""
@@ -30,7 +30,6 @@ FITS = 100
 OF_LOGITS = ("cross_entropy", "binary_cross_entropy_with_logits")
 OF_PROBABILITIES = ("nll_loss", "binary_cross_entropy")
 SHAPES = {"View", "UnsafeView", "Squeeze", "Unsqueeze", "Transpose", "Permute", "Reshape", "Select", "Slice", "ToCopy"}
-SCALINGS = {"div", "truediv", "true_divide", "divide", "mul", "rmul", "multiply"}
 
 
 class LossStartsAtChance(Law):
@@ -170,9 +169,7 @@ class LossStartsAtChance(Law):
                 value: item.expand(outputs[value].shape).to(outputs[value].dtype) for value, item in constants.items()
             }
             loss = step.replay(outputs={**step.outputs, **full}).loss
-            gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                leaf.grad = gradient
+            set_gradients(leaves, loss, materialize_grads=True)
             losses.append(float(loss.detach()))
             return loss.detach()
 
@@ -201,7 +198,7 @@ def origin_of_loss(step: RecordedStep) -> str:
     """Return the name of the function whose result, perhaps multiplied by a number, is the loss."""
     producers = {value: call for call in step.calls for value in call.results}
     call = producers.get(step.loss) if step.loss is not None else None
-    while call is not None and call.name.strip("_i") in SCALINGS:
+    while call is not None and call.operation in SCALINGS:
         values = [item for item in step.items_of(call) if isinstance(item, Value)]
         call = producers.get(values[0]) if len(values) == 1 else None
     return "" if call is None or call.is_pass else call.name

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ...tensors import trainable
 from ..law import Law, Outcome, broken, holds, not_checked
-from ..trial import Trial
+from ..trial import Trial, set_gradients
 
 FEW, MANY = 50, 200
 """Steps: all that most losses need to fall, and all that are made."""
@@ -73,33 +73,14 @@ class OneBatchCanBeLearned(Law):
         if trial.clipping is None or trial.clipping[1] > MOST_CLIPPED * trial.clipping[0] or not trial.optimizers:
             return None
         norm = trial.clipping[1]
-        first, free = self._train_by_own(trial, None)
-        _, clipped = self._train_by_own(trial, norm)
+        first, free, _ = self._train(trial, None, MANY)
+        _, clipped, _ = self._train(trial, None, MANY, norm=norm)
         if first - free > 5 * LEAST_FALL * abs(first) and first - clipped < LEAST_FALL * abs(first):
             return broken(
                 f"{MANY} own updates on one batch reduce its loss from {first:.4g} to {free:.4g}, but to {clipped:.4g} "
                 f"with gradients clipped to a norm of {norm:.1g}"
             )
         return None
-
-    def _train_by_own(self, trial: Trial, norm: float | None) -> tuple[float, float]:
-        """Return the loss before and after updates by the optimizers of the training, with gradients of one norm."""
-        step, end = trial.step, time.process_time() + SECONDS
-        parameters = list(trainable(trial.model).values())
-        losses: list[float] = []
-        with trial.branch(), torch.enable_grad():
-            while len(losses) <= MANY and time.process_time() < end:
-                step.streams.restore()
-                loss = step.replay().loss
-                losses.append(float(loss.detach()))
-                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient
-                if norm is not None:
-                    nn.utils.clip_grad_norm_(parameters, norm)
-                for optimizer in trial.optimizers:
-                    optimizer.step()
-        return losses[0], losses[-1]
 
     def _floor(self, trial: Trial) -> float:
         """Return the loss that outputs reach which are free to take any values, as a bound of what can be learned.
@@ -119,9 +100,7 @@ class OneBatchCanBeLearned(Law):
             for _ in range(MANY):
                 loss = step.replay(outputs=free).loss
                 losses.append(float(loss.detach()))
-                gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-                for leaf, gradient in zip(leaves, gradients, strict=True):
-                    leaf.grad = gradient
+                set_gradients(leaves, loss)
                 optimizer.step()
         is_falling = losses[-MANY // 4] - losses[-1] > 0.05 * abs(losses[1])  # perhaps without end
         return -float("inf") if is_falling else min(losses)
@@ -138,13 +117,21 @@ class OneBatchCanBeLearned(Law):
         return None if any(torch.equal(item, trial.inputs[index]) for index, item in same.items()) else same
 
     def _train(
-        self, trial: Trial, constants: dict[int, Tensor] | None, count: int, rate: float
+        self,
+        trial: Trial,
+        constants: dict[int, Tensor] | None,
+        count: int,
+        rate: float | None = None,
+        norm: float = math.inf,
     ) -> tuple[float, float, int]:
-        """Return the loss before and after the steps, and their number."""
+        """Return the loss before and after the steps, and their number.
+
+        They are steps of Adam, or without a ``rate`` of the training's optimizers, with gradients clipped to ``norm``.
+        """
         step, end = trial.step, time.process_time() + SECONDS
         with trial.branch(), torch.enable_grad():
             parameters = list(trainable(trial.model).values())
-            optimizer = torch.optim.Adam(parameters, rate)
+            optimizers = trial.optimizers if rate is None else [torch.optim.Adam(parameters, rate)]
             losses: list[float] = []
             while True:
                 step.streams.restore()
@@ -152,10 +139,11 @@ class OneBatchCanBeLearned(Law):
                 losses.append(float(loss.detach()))
                 if len(losses) > count or (time.process_time() > end and len(losses) > FEW // 10):
                     break
-                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient
-                optimizer.step()
+                set_gradients(parameters, loss)
+                if math.isfinite(norm):
+                    nn.utils.clip_grad_norm_(parameters, norm)
+                for optimizer in optimizers:
+                    optimizer.step()
             return losses[0], min(losses[-3:]), len(losses) - 1
 
 

@@ -9,11 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import listed
 from ..law import Law, Outcome, broken, holds, not_checked
-from ..recorded_step import Constant, RecordedCall
+from ..recorded_step import RecordedCall
 from ..trial import Trial, distance
 from ..values import tensors_within
 
-SCALINGS = {"div", "truediv", "true_divide", "divide", "mul", "rmul", "multiply", "rtruediv"}
 TOLERANCE = 1e-3
 """Relative; sums over ranks round differently, and mistakes of a divisor are larger."""
 LEAST_MISSING = 0.02
@@ -57,7 +56,7 @@ class RanksAgree(Law):
             return not_checked(next(filter(None, problems)))
         if missing := _missing_part(trial, ours, own):
             return broken(missing)
-        if _has_own_divisor(trial):
+        if trial.step.scalings():
             return holds("for equal gradients; the loss divides by a number that it does not compute")
         total = sum(item[0] for item in gathered)
         joint = torch.stack([item[1] * (item[0] / total) for item in gathered]).sum(0)
@@ -77,18 +76,6 @@ def _terms(trial: Trial) -> int:
         if index in trial.layout.layouts and not target.is_floating_point() and target.dtype is not torch.bool:
             return int((target >= 0).sum())
     return trial.rows
-
-
-def _has_own_divisor(trial: Trial) -> bool:
-    """Return whether the loss is multiplied or divided by a number, such as the tokens of all ranks together."""
-    step = trial.step
-    for call in step.calls:
-        if not call.is_pass and getattr(call.function, "__name__", "").strip("_i") in SCALINGS:
-            for item in step.items_of(call):
-                is_scalar = isinstance(item, Constant) and not step.constants[item.index].ndim
-                if is_scalar or isinstance(item, (int, float)):
-                    return True
-    return False
 
 
 def _different_weights(parameters: Mapping[str, torch.Tensor]) -> str:
