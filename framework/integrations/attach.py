@@ -220,13 +220,13 @@ def _attach_to_loop(
     require(is_ranks, f"ranks is a {type(ranks).__name__}; give loopscope.training.Ranks(data=[process_group]).")
     is_count = type(accumulate) is int and accumulate >= 1
     require(is_count, f"accumulate is {accumulate!r}; it must be the number of micro-batches in a step, at least 1.")
-    target = unwrap_fabric(target, None)[0]
+    target = unwrap_fabric(target)
     missing = {} if accumulate == 1 else {"needs_next_batch": "take steps of one batch: accumulate=1"}
     attached = AttachedLoop(options, options.lacks(**missing))
 
     def observe(optimizer: Any) -> CustomLoop:
         items = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        single = _single_optimizer([unwrap_fabric(None, item)[1] for item in items])
+        single = _single_optimizer([unwrap_fabric(item) for item in items])
         given = {"scaler": scaler, "scheduler": _given_scheduler(scheduler, single)}
         fits = scaler is None or isinstance(scaler, GradScaler)
         require(fits, f"The scaler is a {type(scaler).__name__}; give the loop's own scaler, or leave scaler= out.")

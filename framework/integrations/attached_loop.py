@@ -63,12 +63,12 @@ from .attached_state import StoredState, state_of
 from .epoch_plan import EpochPlan
 from .loop_settings import loop_settings, name_without_seed, seed_of
 from .model_wrappers import (
-    LossOfHooks,
     bypass_replica,
     check_optimizer,
     find_ranks,
     install_output_capturing,
     unchanged_replica,
+    with_copied_batch,
 )
 from .other_modules import given_modules, modules_of_loss
 from .reported_numbers import REPORTED, of_evaluation
@@ -129,6 +129,8 @@ class AttachedLoop:
     manager: HookManager
     driver: Driver
     run: Run
+    ranks: Ranks
+    """The ranks that train together, known once the run is built."""
 
     def __init__(
         self, options: AttachOptions, lacks: Mapping[str, str], trained_in: Path | None = None, *, bar: bool = True
@@ -136,7 +138,7 @@ class AttachedLoop:
         self._given = partial(AttachedLoop, options, lacks, trained_in, bar=bar)
         self._training = 1
         """The number of this training among those of one Trainer."""
-        self.options, self._lacks = options, dict[str, str]()
+        self.options, self.lacks = options, dict[str, str]()
         self._hooks, self._required, self._left_out = options.create_hooks()
         self.add_lacks(lacks)
         self.treatments = treatments(item.hook for item in self._hooks)
@@ -175,26 +177,16 @@ class AttachedLoop:
         following._folder_choice.advance(following._training, overwrite=self.options.overwrite)
         return following
 
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        """The needs of hooks that the loop does not meet, each with advice."""
-        return self._lacks
-
     def add_lacks(self, lacks: Mapping[str, str]) -> None:
         """Add needs of hooks that the loop does not meet, each with advice, before the run is built.
 
         Raises:
             UnsuitableError: if a hook that the caller named has such a need; those of a group are left out later.
         """
-        self._lacks |= lacks
+        self.lacks |= lacks
         for item in self._hooks:
             if item.hook.name in self._required and (sentence := unmet_need(item.hook, lacks)):
                 raise UnsuitableError(sentence)
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that train together, known once the run is built."""
-        return self._ranks
 
     @property
     def clock(self) -> StepClock:
@@ -227,7 +219,7 @@ class AttachedLoop:
         Raises:
             UsageError: if the optimizer does not train the model, or already has an attached run.
         """
-        self._ranks = ranks = find_ranks(model, replica) if ranks is None else ranks
+        self.ranks = ranks = find_ranks(model, replica) if ranks is None else ranks
         if ranks.are_many:
             self._synchronise_options(accumulate)
         check_optimizer(model, optimizer)
@@ -261,14 +253,14 @@ class AttachedLoop:
             model,
             optimizer,
             loader,
-            LossOfHooks(bypass_replica(replica, self._loss)),
+            with_copied_batch(bypass_replica(replica, self._loss)),
             evaluate=options.evaluate or _without_evaluation,
             length=options.length or length or ENDLESS,
             snapshot_every=options.snapshot_interval,
             log_every=options.log_every,
             config=options.config,
             replica=replica,
-            ranks=self._ranks,
+            ranks=self.ranks,
             **parts,
         )
         functions = generators_of(self._loss, options.evaluate)
@@ -333,7 +325,7 @@ class AttachedLoop:
 
     def _synchronise_options(self, accumulate: int) -> None:
         """Use the folder of the main rank, the only one that writes or displays; refuse options that differ."""
-        ranks, options = self._ranks, self.options
+        ranks, options = self.ranks, self.options
         try:
             self._folder_choice.share(ranks)
         except RankLostError as error:
@@ -359,11 +351,11 @@ class AttachedLoop:
         if self.options.overwrite and (earlier := _OPEN.get(self.path.resolve())):
             # A notebook cell that runs again has lost the scope, so it is closed here.
             earlier._at_exit("interrupted", None)
-        self._ranks.check_equal({"Whether a state was loaded": self._stored is not None})
+        self.ranks.check_equal({"Whether a state was loaded": self._stored is not None})
         self._continues_record = self._has_record_of_state()
         try:
-            self._ranks.call_on_all(self._create_folder)
-            self._folder_choice.share(self._ranks)
+            self.ranks.call_on_all(self._create_folder)
+            self._folder_choice.share(self.ranks)
             self._contexts.enter_context(self._console)
             install_output_capturing(self.manager.task.model)
             self._include_modules_of_loss(first)
@@ -389,7 +381,7 @@ class AttachedLoop:
     def _include_modules_of_loss(self, first: Batch | None) -> None:
         """Protect the modules outside of the model that the loss uses, if any hook computes it."""
         task, state = self.manager.task, self.manager.state
-        has_loss = first is not None and "needs_loss" not in self._lacks
+        has_loss = first is not None and "needs_loss" not in self.lacks
         if has_loss and any(hook.needs_loss for hook in self.manager.hooks):
             modules, self.manager.observed_first_pass = modules_of_loss(task, state, first, self._loss)
             if modules:
@@ -401,8 +393,8 @@ class AttachedLoop:
             return False
         choice = self._folder_choice
         is_held = choice.holds_run_of(self._stored.sinks, overwrite=self.options.overwrite)
-        if not self._ranks.gather(is_held)[0]:
-            if self._ranks.is_main:
+        if not self.ranks.gather(is_held)[0]:
+            if self.ranks.is_main:
                 notice(
                     f"{short_path(self.path)} does not hold the run of the loaded checkpoint, so a new record starts "
                     f"after step {self._stored.step}, with the restored state of the hooks."
@@ -411,23 +403,23 @@ class AttachedLoop:
         return True
 
     def _create_folder(self) -> None:
-        if self._ranks.is_main:
+        if self.ranks.is_main:
             self._folder_choice.create(overwrite=self.options.overwrite, is_resumed=self._continues_record)
 
     def _create_run(self, first: Batch | None) -> Run:
         """Create the run; all ranks but the main one have a temporary folder."""
         manager, folder, record = self.manager, self._folder_choice.folder, self._record(first)
-        if not self._ranks.is_main:
+        if not self.ranks.is_main:
             folder = replace(folder, path=Path(self._contexts.enter_context(TemporaryDirectory())))
         info = manager.run_info(record.experiment, record.strategy, folder.path)
-        info = replace(info, treatments=self.treatments, lacks=self._lacks)
+        info = replace(info, treatments=self.treatments, lacks=self.lacks)
         run = Run(manager, folder, record, info, self._console, self._stored, continues_record=self._continues_record)
         self._contexts.callback(run.release)
         return run
 
     def _start_run(self, first: Batch | None) -> None:
         """Lock the folder, start or resume the hooks, and start the sinks."""
-        run, ranks = self.run, self._ranks
+        run, ranks = self.run, self.ranks
         with run.undone_after_errors():
             ranks.call_on_all(run.enter_folder)
             run.start_hooks(partial(self._check_first_batch, first), first=first)
@@ -448,7 +440,7 @@ class AttachedLoop:
     def _start_digests(self) -> None:
         """Prepare the digests of a run that is recorded; all ranks compute them, also those without sinks."""
         is_recorded = any(sink.keeps for sink in self.options.create_sinks())
-        if self.options.digest_every != 0 and self._ranks.agree(is_recorded):
+        if self.options.digest_every != 0 and self.ranks.agree(is_recorded):
             self._digests = DigestLog(self.run.folder.path, self.manager, left_out=UNSEEDED)
             if self._continues_record:
                 self._digests.keep_until(self.manager.state.loop.step)
@@ -461,14 +453,14 @@ class AttachedLoop:
             "experiment": ATTACHED,
             "strategy": self._folder_choice.folder.strategy,
             "config": dict(options.config),
-            "environment": environment(task.model, self._ranks),
+            "environment": environment(task.model, self.ranks),
             "training": {
                 **loop_settings(task, batch, self._accumulate, seed),
                 **self.settings,
                 "name": name_without_seed(self._folder_choice.named_after, seed),
                 **({"also": {name: type(module).__qualname__ for name, module in also.items()}} if also else {}),
             },
-            "provenance": {**read_provenance(), **self.origin} if self._ranks.is_main else {},
+            "provenance": {**read_provenance(), **self.origin} if self.ranks.is_main else {},
         }
         return planned_record(
             self._hooks, options.on_hook_error, options.audit_hooks, options.reference, options.compiled, **fields
@@ -508,9 +500,9 @@ class AttachedLoop:
         options = self.options
         if options.stop_after is not None and step >= options.stop_after:
             raise SystemExit(0)
-        if self._hooks_that_finish and self._ranks.agree(all(hook.is_finished for hook in self._hooks_that_finish)):
+        if self._hooks_that_finish and self.ranks.agree(all(hook.is_finished for hook in self._hooks_that_finish)):
             raise SystemExit(0)
-        if options.stop_on is not None and self._ranks.agree(self.run.diagnosis.has_critical_of(options.stop_on)):
+        if options.stop_on is not None and self.ranks.agree(self.run.diagnosis.has_critical_of(options.stop_on)):
             raise SystemExit(STOPPED)
 
     @cached_property
@@ -681,7 +673,7 @@ class AttachedLoop:
             items = result if isinstance(result, (tuple, list)) else [result]
             has_numbers = any(as_number(item) is not None for item in items if not isinstance(item, bool))
             problem = "numbers without names, which are not recorded"
-        if has_numbers and self._ranks.is_main and not self._has_noticed_unnamed:
+        if has_numbers and self.ranks.is_main and not self._has_noticed_unnamed:
             self._has_noticed_unnamed = True
             notice(f'An evaluation returned {problem}: return only named numbers, such as {{"val_loss": 0.5}}.')
 
@@ -694,7 +686,7 @@ class AttachedLoop:
         """Report the first isolated evaluation that draws random numbers, once per run."""
         start = streams.save()
         yield
-        is_main = not self.is_built or self._ranks.is_main
+        is_main = not self.is_built or self.ranks.is_main
         if is_main and not self._has_noticed_draws and not streams.save().equals(start):
             self._has_noticed_draws = True
             notice(
@@ -716,8 +708,8 @@ class AttachedLoop:
             UsageError: after the first step, or for another state.
         """
         require(not self.is_started, "Load the state of a scope before its first step: right after attach.")
-        if self._ranks.are_many or (isinstance(state, Mapping) and "rank 0" in state):
-            state = state_for_rank(state, self.driver.task.model, self._ranks)
+        if self.ranks.are_many or (isinstance(state, Mapping) and "rank 0" in state):
+            state = state_for_rank(state, self.driver.task.model, self.ranks)
         self._stored = StoredState(state)
         self.place = dict(state["place"])
         self._folder_choice.resume(str(state["folder"]))
@@ -760,7 +752,7 @@ class AttachedLoop:
                 warn(f"The run in {short_path(self.path)} has no complete record: {reason}")
 
     def _show_end(self) -> None:
-        if self._ranks.is_main and self.run.summary:
+        if self.ranks.is_main and self.run.summary:
             self._console.ended([self.run.summary])
 
     def _release(self) -> None:
@@ -780,14 +772,14 @@ class AttachedLoop:
             is_interactive = hasattr(sys, "ps1")  # there it is the error of any earlier input
             self._at_exit("failed" if is_interactive else status_of_script(error), None if is_interactive else error)
             return
-        if not self._ranks.is_main:
+        if not self.ranks.is_main:
             self._at_exit("failed", None)
             return
         notice(
             f"The run in {short_path(self.path)} was still open and is closed at the end of the program: call "
             "scope.close() after the loop, or use `with loopscope.attach(...) as scope`."
         )
-        self._at_exit("interrupted" if self._ranks.are_many else "completed", None)  # other ranks may be gone
+        self._at_exit("interrupted" if self.ranks.are_many else "completed", None)  # other ranks may be gone
 
     def _close_quietly(self, status: str, error: BaseException | None) -> None:
         """Close the run of a script that does not know of it, which a failure must not reach."""

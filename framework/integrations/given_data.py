@@ -9,7 +9,7 @@ from types import BuiltinMethodType, CellType, FunctionType, MethodType, MethodW
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..data import (
     Batch,
@@ -75,7 +75,7 @@ def as_loader(given: GivenData | None, seed: int) -> Loader | None:
     if isinstance(given, list):
         return BatchList(given)
     if isinstance(given, DataLoader):
-        return Stream(given, seed) if isinstance(given.dataset, IterableDataset) else GivenDataLoader(given, seed)
+        return GivenDataLoader(given, seed)
     return BatchFunction(given, seed)
 
 
@@ -288,9 +288,13 @@ class BatchFunction(EndlessLoader):
 
 
 class GivenDataLoader(TorchLoader):
-    """A DataLoader with copied samplers, whose data set and collate function may keep a position and generators."""
+    """A DataLoader with copied samplers, whose data set and collate function may keep a position and generators.
+
+    That of a stream (``IterableDataset``) may have no length.
+    """
 
     def __init__(self, dataloader: DataLoader[Any], seed: int) -> None:
+        self._is_endless = length_of(dataloader) is None
         super().__init__(with_copied_samplers(dataloader), seed)
         self._given, self._seed = dataloader, seed
         collate = dataloader.collate_fn
@@ -302,7 +306,11 @@ class GivenDataLoader(TorchLoader):
         return TorchLoader(with_copied_samplers(self._given), self._seed)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Yield the batches, and restore the position of the training in between."""
+        """Yield the batches, and restore the position of the training in between.
+
+        A stream without a length starts at its beginning, since it cannot skip batches.
+        """
+        start = 0 if self._is_endless else start
         batches = self._reader.read(lambda: self._current().batches(epoch, start))
         end = object()
         while (batch := self._reader.read(partial(next, batches, end))) is not end:
@@ -317,18 +325,6 @@ class GivenDataLoader(TorchLoader):
     def copies(self) -> bool:
         """Whether every batch has separate memory."""
         return TorchLoader(self._dataloader, self._seed).copies
-
-
-class Stream(GivenDataLoader):
-    """A DataLoader of a stream (``IterableDataset``), which may have no length."""
-
-    def __init__(self, dataloader: DataLoader[Any], seed: int) -> None:
-        super().__init__(dataloader, seed)
-        self._is_endless = length_of(dataloader) is None
-
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Yield the batches; a stream without a length starts at its beginning, since it cannot skip batches."""
-        return super().batches(epoch, 0 if self._is_endless else start)
 
     def __len__(self) -> int:
         """Return the number of batches, or ``ENDLESS``."""

@@ -31,22 +31,17 @@ def unwrap(model: Any) -> tuple[nn.Module, DistributedDataParallel | None, bool]
             return model, replica, compiled
 
 
-def unwrap_fabric(model: Any, optimizer: Any) -> tuple[Any, Any]:
-    """Return the model and the optimizer that Lightning Fabric has wrapped; others are returned as they are.
-
-    The model may still be a replica or compiled.
-    """
-    # Without an import of Fabric they cannot be its wrappers, and importing it takes seconds.
-    loaded = [
-        sys.modules[name] for name in ("lightning.fabric.wrappers", "lightning_fabric.wrappers") if name in sys.modules
-    ]
-    for wrappers in loaded:
+def unwrap_fabric(item: Any) -> Any:
+    """Return the model, perhaps a replica or compiled, or the optimizer in a wrapper of Lightning Fabric."""
+    for name in ("lightning.fabric.wrappers", "lightning_fabric.wrappers"):
+        # Without an import of Fabric it cannot be one of its wrappers, and importing it takes seconds.
+        wrappers = sys.modules.get(name)
         # Private: there are no public names, and only _forward_module is the replica.
-        if isinstance(model, wrappers._FabricModule):
-            model = model._forward_module
-        if isinstance(optimizer, wrappers._FabricOptimizer):
-            optimizer = optimizer.optimizer
-    return model, optimizer
+        if wrappers is not None and isinstance(item, wrappers._FabricModule):
+            return item._forward_module
+        if wrappers is not None and isinstance(item, wrappers._FabricOptimizer):
+            return item.optimizer
+    return item
 
 
 def install_output_capturing(model: nn.Module) -> None:
@@ -106,17 +101,15 @@ def bypass_replica(replica: DistributedDataParallel | None, loss: Loss) -> Loss:
     return computed
 
 
-class LossOfHooks:
-    """A loss function for hooks, which gets a copy of the batch, since it may write to it: ``batch.pop("labels")``."""
+def with_copied_batch(loss: Loss) -> Loss:
+    """Return a loss function for hooks that gets a copy of the batch, which it may change: ``batch.pop("labels")``."""
 
-    def __init__(self, loss: Loss) -> None:
-        self._loss = loss
-
-    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss, and leave the batch unchanged."""
+    def computed(model: nn.Module, batch: Batch) -> Tensor:
         with suppress(Exception):  # an object in the batch that cannot be copied
             batch = copy_of_batch(batch)
-        return self._loss(model, batch)
+        return loss(model, batch)
+
+    return computed
 
 
 def find_ranks(model: nn.Module, replica: DistributedDataParallel | None) -> Ranks:

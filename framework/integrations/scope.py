@@ -6,8 +6,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from rich.console import Group
-from rich.jupyter import JupyterMixin
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -54,8 +52,8 @@ class Batches(Iterator[Item]):
             raise TypeError(f"{type(self._loader).__name__} has no length") from error
 
 
-class AttachedScope(JupyterMixin):
-    """A view of the hooks attached to a training: folder, hooks, findings and metrics; notebooks show a summary."""
+class AttachedScope:
+    """A view of the hooks attached to a training: folder, hooks, findings and metrics; notebooks show its findings."""
 
     def __init__(self, attached: AttachedLoop) -> None:
         self._attached = attached
@@ -146,13 +144,10 @@ class AttachedScope(JupyterMixin):
         results: list[dict[str, Any]] = checks[0].results()  # type: ignore[attr-defined]
         return results
 
-    def __rich__(self) -> Group:
-        """Return progress, verdict and findings of the run, and its newest numbers, the most relevant first."""
-        from .scope_view import scope_view
-
-        with preserved_streams():
-            diagnosis = self.diagnose() if self._attached.is_started else None
-            return scope_view(f"{self._progress()}: {self.folder}", diagnosis, self.last_metrics())
+    def __repr__(self) -> str:
+        """Return progress and folder of the run, and its findings."""
+        findings = f"\n{self.diagnose()}" if self._attached.is_started else ""
+        return f"{self._progress()}: {self.folder}{findings}"
 
     def _progress(self) -> str:
         """Return whether the run is open, and its epoch and step."""
@@ -182,36 +177,10 @@ class Scope(AttachedScope):
         super().__init__(attached)
         self._loop, self._accumulate = loop, accumulate
 
-    def note_copied(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let backward passes that reach these parameters count: the optimizer trains copies of them."""
-        self._loop.copied = list(parameters)
-
     @property
-    def arguments(self) -> ForwardArguments | None:
-        """Receives the arguments of the model's passes, unless the loop reports its batches."""
-        return self._loop.arguments
-
-    def isolate_failures(self) -> None:
-        """Let a training that knows nothing of this scope continue without it after an error of loopscope."""
-        self._loop.isolate_failures()
-
-    @property
-    def is_in_hook(self) -> bool:
-        """Whether a hook or a sink of this scope is being called."""
-        return self._loop.is_in_hook
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether a step has begun whose update has not been made."""
-        return self._loop.is_in_step()
-
-    def begin_after(self, steps: int) -> None:
-        """Count the steps that the loop has made before this scope; called before the first step."""
-        self._loop.begin_at(0, steps, steps)
-
-    def drop_step(self) -> None:
-        """Forget the open step, if any, whose update another optimizer makes."""
-        self._loop.drop_step()
+    def loop(self) -> CustomLoop:
+        """The observed loop."""
+        return self._loop
 
     def batches(self, loader: Iterable[Item]) -> "Batches[Item]":
         """Return the batches of ``loader`` unchanged, as one epoch of the training; ``len`` is that of the loader.

@@ -156,9 +156,9 @@ class WatchedProcess:
         scope = self._attach(target, optimizers)
         self._stop_listening()
         if scope is not None and target is not module:
-            scope.note_copied(parameters)
-        if scope is not None and scope.arguments is not None:
-            scope.arguments.receive(arguments_of(module, inputs, options), train=True)
+            scope.loop.copied = parameters
+        if scope is not None and scope.loop.arguments is not None:
+            scope.loop.arguments.receive(arguments_of(module, inputs, options), train=True)
 
     @uncompiled  # in a compiled step
     def _before_step(self, optimizer: Optimizer, inputs: Any, options: Any) -> None:
@@ -175,7 +175,7 @@ class WatchedProcess:
                 # The open step is the last one of the other optimizer, with the same passes.
                 for scope in self._scopes:
                     if isinstance(scope, Scope) and any(item is optimizer for item in scope.optimizers):
-                        scope.drop_step()
+                        scope.loop.drop_step()
             self._end_replaced_by(optimizer)
         if optimizer not in self._waiting or self._waiting.is_delayed(optimizer):
             return
@@ -188,7 +188,7 @@ class WatchedProcess:
     def _has_new_gradients(self, optimizer: Optimizer) -> bool:
         """Return whether gradients wait for a step, unless another optimizer of a record has used them."""
         sharing = self._sharing(optimizer)
-        if sharing and not any(scope.is_in_step for scope in sharing):
+        if sharing and not any(scope.loop.is_in_step() for scope in sharing):
             return False
         return any(item.grad is not None for item in parameters_of(optimizer))
 
@@ -223,7 +223,7 @@ class WatchedProcess:
             self._end_replaced_by(optimizer)
             scope = self._attach(modules[0] if len(modules) == 1 else nn.ModuleList(modules), [optimizer])
             if scope is not None:
-                scope.begin_after(steps)
+                scope.loop.begin_at(0, steps, steps)
 
     def _copied_by(self, optimizer: Optimizer) -> nn.Module | None:
         """Return the module whose weights those of an optimizer are copies of, before its first step.
@@ -273,7 +273,7 @@ class WatchedProcess:
         for scope in self._sharing(optimizer):
             before, _ = self._scopes[scope]
             if before < inf and scope.steps >= ALTERNATING:
-                scope.drop_step()
+                scope.loop.drop_step()
                 self._end(scope)
                 for item in scope.optimizers:
                     self._waiting.add_for_step(item)
@@ -301,7 +301,7 @@ class WatchedProcess:
             unused = [item for one in sharing if not one.steps for item in one.optimizers]
             self._rivals.update([*optimizers, *unused])
         self._began(scope, max(created))
-        scope.isolate_failures()
+        scope.loop.isolate_failures()
         return scope
 
     def _end_earlier(self, created: float) -> None:
@@ -406,7 +406,7 @@ class WatchedProcess:
     def report(self, numbers: Mapping[str, Any]) -> None:
         """Record numbers that the script gives to its logger, unless a hook or a sink of loopscope does."""
         for scope in self._scopes:
-            if isinstance(scope, Scope) and not scope.is_in_hook:
+            if isinstance(scope, Scope) and not scope.loop.is_in_hook:
                 scope.log(numbers)
 
     def _status(self) -> tuple[str, BaseException | None]:

@@ -7,19 +7,18 @@ from ..names_on_demand import names_on_demand
 if TYPE_CHECKING:
     from .comparison import compare_runs, differing_parts
     from .curves import EVALUATED_BY, read_curves
-    from .diagnosis_section import diagnosis_words
     from .run_index import FoundRun, find_runs, inspect_run, read_run
     from .page import MARK, page_of
     from .panels import elided, Look, Picture, hook_panels, hook_picture, matcher, metric_picture, run_labels
     from .plotting import plot, read_runs, save_picture, seeds_picture
-    from .relevance import LOSSES, direction_of, ordered
+    from .relevance import LOSSES, direction_of
     from .run_reader import ShownRun, read_shown
 else:
     __getattr__ = names_on_demand(__name__)
 
 __all__ = [
-    "EVALUATED_BY", "LOSSES", "MARK", "FoundRun", "Look", "Picture", "ShownRun", "compare_runs", "diagnosis_words",
+    "EVALUATED_BY", "LOSSES", "MARK", "FoundRun", "Look", "Picture", "ShownRun", "compare_runs",
     "differing_parts", "direction_of", "elided", "find_runs", "hook_panels", "hook_picture", "inspect_run", "matcher",
-    "metric_picture", "ordered", "page_of", "plot", "read_curves", "read_run", "read_runs", "read_shown", "run_labels",
+    "metric_picture", "page_of", "plot", "read_curves", "read_run", "read_runs", "read_shown", "run_labels",
     "save_picture", "seeds_picture",
 ]

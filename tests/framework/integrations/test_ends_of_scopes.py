@@ -196,3 +196,17 @@ def test_lines_do_not_join_bars_of_tqdm(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert bar.total == 3
     lines = [line.rpartition("\r")[2] for line in output.text.split("\n")]
     assert not [line for line in lines if "it/s" in line and "run" in line]
+
+
+def test_scope_shows_progress_and_findings(tmp_path: Path) -> None:
+    """Before the first step there are no findings; then parameters that no optimizer holds are found."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with loopscope.attach(model, optimizer, out=tmp_path / "run", loop="step", length=4, display="none") as scope:
+        assert repr(scope) == f"not started: {scope.folder}"
+        for batch in scope.batches([torch.ones(2, 4)] * 2):
+            scope.backward(model(batch).sum())
+            optimizer.step()
+    first, *findings = repr(scope).splitlines()
+    assert first == f"closed, step 2 of 4 (50%): {scope.folder}"
+    assert any("parameters-without-optimizer, before the first step" in line for line in findings)
