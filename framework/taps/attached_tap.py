@@ -28,7 +28,7 @@ from .checked_function import checked_function
 from .compiled_sites import ELSEWHERE, EXCLUDED, SiteTap
 from .compiled_traces import tapped_in_graphs
 from .forward_calls import ForwardCallback, after_forward, forward_function
-from .passes import OWN, RunningPasses
+from .passes import RunningPasses
 from .scripted_modules import leave_taps_out_of_scripts
 from .weight_uses import elsewhere_callbacks, weight_callbacks
 
@@ -156,14 +156,14 @@ class AttachedTap:
     def is_active(self) -> bool:
         """Return whether the tap is called in the innermost running pass."""
         passes = self._passes
-        if passes.kinds[-1] is not OWN:
+        if passes.others:
             return False
         passes.have_called_taps = True
         # A pass that torch.jit.trace records belongs to an export, and would contain the operations of the tap.
         return self.owner.is_due() and _tracing_state() is None
 
     def _is_own_pass(self) -> bool:
-        return self._passes.kinds[-1] is OWN
+        return not self._passes.others
 
     def attach(self) -> None:
         """Put the callbacks on the model."""

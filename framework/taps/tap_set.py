@@ -13,7 +13,7 @@ from ..state import InternalFunction, has_compiled_code
 from ..training import eagerly, is_compiled
 from .attached_tap import ATTACHED, DETACHED, AttachedTap
 from .compiled_checks import CHECKS
-from .passes import OWN, RunningPasses
+from .passes import RunningPasses
 
 
 class TapSet:
@@ -94,7 +94,7 @@ class TapSet:
                     tap.switch()
 
     def _note_call(self, module: nn.Module, inputs: object) -> None:
-        if self._passes.kinds[-1] is OWN:
+        if not self._passes.others:
             self._awaits_call = False
 
     def disabled(self) -> AbstractContextManager[None]:

@@ -80,7 +80,7 @@ def _on_import(module: Any) -> None:
     elif name in _CREATED:
         if _SHIFT and name == _OPTIMIZERS:
             _shift_generators(sys.modules["torch"], _SHIFT)
-        _after(module.Optimizer, "__init__", lambda optimizer, *_: _tell(_CREATED[name], optimizer))
+        _after(module.Optimizer, "__init__", lambda optimizer, _: _tell(_CREATED[name], optimizer))
     elif name == _MODULES:
         _note_arguments(module.Module)
     elif name == _GROUPS:
@@ -89,7 +89,7 @@ def _on_import(module: Any) -> None:
         _before_training(module.Trainer, _TRAINERS[name])
     elif name in _ENVIRONMENTS:
         for function in ("reset", "step"):
-            _with_result(module.OrderEnforcing, function, functools.partial(_tell, "on_environment", function))
+            _after(module.OrderEnforcing, function, functools.partial(_tell, "on_environment", function))
     else:
         owner, *functions = _REPORTS[name]
         for function in functions:
@@ -102,22 +102,10 @@ def _after(owner: Any, name: str, tell: Any) -> None:
     function = getattr(owner, name)
 
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        tell(*args)
-        return result
-
-    setattr(owner, name, wrapper)
-
-
-def _with_result(owner: Any, name: str, tell: Any) -> None:
-    function = getattr(owner, name)
-
-    @functools.wraps(function)
-    def wrapper(environment: Any, *args: Any, **kwargs: Any) -> Any:
-        result = function(environment, *args, **kwargs)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(self, *args, **kwargs)
         if "torch" in sys.modules:
-            tell(environment, result)
+            tell(self, result)
         return result
 
     setattr(owner, name, wrapper)
