@@ -2,11 +2,12 @@
 
 import sys
 from collections.abc import Callable
+from inspect import signature
 from types import FrameType
 from typing import Any, Self, Unpack
 from weakref import WeakSet
 
-from ..errors import require, unknown
+from ..errors import require
 from ..state import Transient
 from .attach import attach
 from .attach_options import AttachArguments
@@ -44,11 +45,9 @@ class Callback(_Base):  # type: ignore[misc]
         """Keep the options of :func:`.attach`.
 
         Raises:
-            UsageError: for an unknown option.
+            TypeError: for an unknown option.
         """
-        for name in options:
-            if name not in AttachArguments.__annotations__:
-                raise unknown("argument of Callback:", name, AttachArguments.__annotations__)
+        signature(attach).bind(None, **options)
         self._options = options
         self._trainers: WeakSet[Any] = WeakSet()
 
