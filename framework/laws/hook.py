@@ -1,6 +1,5 @@
 """The hook that tries the laws of every training at its first steps; registered when it is asked for by name."""
 
-import json
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -30,7 +29,7 @@ from .law import broken, holds
 from .recording import Recording
 from .saved_files import SavedFiles
 from .schedules import Schedules
-from .session import FILE, LEARNS, LawCheck, as_content
+from .session import FILE, LEARNS, LawCheck
 from .training_watch import TrainingWatch
 from .trial import Trial
 from .values import weight_of
@@ -273,10 +272,5 @@ class Laws(DebugInterventionHook):
 
     def _write(self, trying: str = "") -> None:
         """Write what is known so far, for the command that waits for it."""
-        total = len(self._check) * len(self._places)
-        content = {**as_content(self._check.results()), "tried": self._tried, "total": total, "trying": trying}
-        if not self._is_main:
-            return
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(content), encoding="utf-8")
-        temporary.replace(self._path)
+        if self._is_main:
+            self._check.write(self._path, self._tried, len(self._check) * len(self._places), trying)

@@ -3,8 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..errors import UsageError
 from ..registry import Registry
@@ -13,12 +12,8 @@ if TYPE_CHECKING:
     from .trial import Trial
 
 
-class LawVerdict(Enum):
-    """The result of a law at a step."""
-
-    HOLDS = "holds"
-    BROKEN = "broken"
-    NOT_CHECKED = "not checked"
+LawVerdict = Literal["holds", "broken", "not checked"]
+"""The result of a law at a step."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +29,17 @@ class Outcome:
 
 def holds(evidence: str = "") -> Outcome:
     """Return that the law holds, perhaps with a declared exception."""
-    return Outcome(LawVerdict.HOLDS, evidence)
+    return Outcome("holds", evidence)
 
 
 def broken(evidence: str, subjects: Iterable[str] = ()) -> Outcome:
     """Return that the law is broken, with a counterexample."""
-    return Outcome(LawVerdict.BROKEN, evidence, frozenset(subjects))
+    return Outcome("broken", evidence, frozenset(subjects))
 
 
 def not_checked(reason: str) -> Outcome:
     """Return that the law does not apply, or cannot be decided."""
-    return Outcome(LawVerdict.NOT_CHECKED, reason)
+    return Outcome("not checked", reason)
 
 
 class Law(ABC):

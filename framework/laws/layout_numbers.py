@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from ..hooks import (
     Tap,
     TrainingHook,
 )
-from ..isolation import VISITS
 from ..state import Transient
 from ..tensors import trainable, unsharded
+from .recording import registered
 from .trial import moved_weights
 
 FILE = "layout_numbers.json"
@@ -156,13 +157,8 @@ class _Precision(Transient):
     def recording(self, model: nn.Module, is_active: Callable[[], bool]) -> Iterator[None]:
         """Note the precision of the passes in the body."""
         self._device = next((item.device.type for item in model.parameters()), "cpu")
-        with VISITS:
-            handle = register_module_forward_pre_hook(self._note)
-        try:
+        with registered(partial(register_module_forward_pre_hook, self._note)):
             yield
-        finally:
-            with VISITS:
-                handle.remove()
 
     def _note(self, *_: Any) -> None:
         if not self.name and not torch.compiler.is_compiling() and torch.is_autocast_enabled(self._device):

@@ -1,6 +1,5 @@
 """The violation of an optimizer whose parameters get no gradient, since another module is trained."""
 
-import json
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +9,7 @@ from torch import nn
 
 from ..errors import listed
 from .law import broken
-from .session import FILE, LEARNS, LawCheck, as_content
+from .session import FILE, LEARNS, LawCheck
 
 
 def report_lost_optimizer(modules: Iterable[nn.Module], options: Mapping[str, Any], out: str) -> bool:
@@ -31,7 +30,5 @@ def report_lost_optimizer(modules: Iterable[nn.Module], options: Mapping[str, An
         "copy, or of layers that were replaced"
     )
     check.add(LEARNS, 1, broken(sentence, names))
-    content = {**as_content(check.results()), "tried": len(check), "total": len(check), "trying": "end"}
-    Path(out).mkdir(parents=True, exist_ok=True)
-    Path(out, FILE).write_text(json.dumps(content), encoding="utf-8")
+    check.write(Path(out, FILE), len(check), len(check), "end")
     return True

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -55,23 +56,16 @@ class Recording(PassiveListener, Transient):
         self._modules = {id(item) for item in model.modules() if _computes(item)}
         self._is_active = is_active
         self._recorder.note_streams(self._streams.save())  # the pass may have begun, which brought this call about
-        with VISITS:
-            handles: list[Any] = [
-                register_module_forward_pre_hook(self._before_pass),
-                register_module_forward_hook(self._after_pass, with_kwargs=True),
-                register_optimizer_step_pre_hook(self._before_update),
-            ]
-            listen(self)
-        try:
-            yield
-        finally:
-            stop_listening(self)
-            with VISITS:
-                for handle in handles:
-                    handle.remove()
-                    # torch leaves this entry, because of which it warns at calls of compiled modules.
-                    _global_forward_hooks_with_kwargs.pop(handle.id, None)
-            self._recorder.stop()
+        registrations = (
+            partial(register_module_forward_pre_hook, self._before_pass),
+            partial(register_module_forward_hook, self._after_pass, with_kwargs=True),
+            partial(register_optimizer_step_pre_hook, self._before_update),
+        )
+        with registered(*registrations, listener=self):
+            try:
+                yield
+            finally:
+                self._recorder.stop()
 
     def _counts(self, module: nn.Module) -> bool:
         is_ours = id(module) in self._modules and torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -105,6 +99,25 @@ class Recording(PassiveListener, Transient):
     def on_gradients_used(self, gradients: Sequence[Tensor]) -> None:
         """End the recording of calls."""
         self._recorder.leave()
+
+
+@contextmanager
+def registered(*registrations: Callable[[], Any], listener: PassiveListener | None = None) -> Iterator[None]:
+    """Call functions that return handles of hooks, and tell a listener, for the body; this is no change by a hook."""
+    with VISITS:
+        handles = [register() for register in registrations]
+        if listener is not None:
+            listen(listener)
+    try:
+        yield
+    finally:
+        if listener is not None:
+            stop_listening(listener)
+        with VISITS:
+            for handle in handles:
+                handle.remove()
+                # torch leaves this entry, because of which it warns at calls of compiled modules.
+                _global_forward_hooks_with_kwargs.pop(getattr(handle, "id", -1), None)
 
 
 def _computes(module: nn.Module) -> bool:

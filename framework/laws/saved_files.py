@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..errors import listed
-from ..isolation import VISITS
 from ..observing import optimizers_over, place, scaler_in_use, schedulers_of
 from ..state import Transient
+from .recording import registered
 
 COUNTERS = {"step", "steps", "global_step", "epoch", "epochs", "iter", "iteration", "it", "update", "num_updates"}
 """Names of entries with which a script remembers how far it is, so that it may continue from there."""
@@ -44,20 +43,14 @@ class SavedFiles(Transient):
     def recording(self, model: nn.Module, is_active: Callable[[], bool]) -> Iterator[None]:
         """Watch ``torch.save`` in the body."""
         self._model, self._is_active = model, is_active
-        with VISITS:
-            self._function.install()
-        try:
+        with registered(self._function.install):
             yield
-        finally:
-            with VISITS:
-                self._function.remove()
 
     def stop(self) -> None:
         """Watch no longer."""
         self._is_stopped = True
 
     def _observed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._is_stopped and self._is_active():
                 self._names.append(Path(f).name.lower() if isinstance(f, (str, Path)) else "")

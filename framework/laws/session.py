@@ -1,11 +1,13 @@
 """A check: the laws that are tried at some steps of a training, and what they show together."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
+from ..durable_files import write_json
 from ..errors import require, unknown, with_lines
-from .law import Law, LawRegistry, LawVerdict, Outcome, not_checked
+from .law import Law, LawRegistry, LawVerdict, Outcome, holds, not_checked
 from .rows import UndecidedError
 from .trial import Trial
 
@@ -40,7 +42,7 @@ class LawCheck:
         """
         for law in self._laws:
             outcomes = self._outcomes[law.name]
-            is_decided = any(outcome.verdict is not LawVerdict.NOT_CHECKED for _, outcome in outcomes)
+            is_decided = any(outcome.verdict != "not checked" for _, outcome in outcomes)
             if not (leaves_decided and is_decided and not law.is_persistent):
                 outcomes.append((trial.number, _outcome(law, trial)))
             yield law.name
@@ -75,29 +77,33 @@ class LawCheck:
         """Return for each law its name, statement, verdict, evidence, remedy, and the step of the evidence."""
         return [self._result(law) for law in self._laws]
 
+    def write(self, path: Path, tried: int, total: int, trying: str) -> None:
+        """Write the results, the number of laws for each verdict, and the progress of the check."""
+        results = self.results()
+        counts = {verdict: sum(item["verdict"] == verdict for item in results) for verdict in get_args(LawVerdict)}
+        write_json(path, {**counts, "laws": results, "tried": tried, "total": total, "trying": trying})
+
     def _result(self, law: Law) -> dict[str, Any]:
         outcomes = self._outcomes[law.name]
         step, outcome = _combined(law, outcomes) if outcomes else (0, not_checked("the training made no step"))
-        result: dict[str, Any] = {"law": law.name, "statement": law.statement, "verdict": outcome.verdict.value}
+        result: dict[str, Any] = {"law": law.name, "statement": law.statement, "verdict": outcome.verdict}
         if outcome.evidence:
             result["evidence"] = outcome.evidence
-        if outcome.verdict is LawVerdict.BROKEN:
+        if outcome.verdict == "broken":
             result |= {"step": step, "remedy": law.remedy}
         return result
 
 
 def _combined(law: Law, outcomes: Sequence[tuple[int, Outcome]]) -> tuple[int, Outcome]:
     """Return the outcome that counts, with its step."""
-    decided = [item for item in outcomes if item[1].verdict is not LawVerdict.NOT_CHECKED]
+    decided = [item for item in outcomes if item[1].verdict != "not checked"]
     if not decided:
         return next((item for item in outcomes if item[1].evidence), (0, not_checked("it needs another step")))
-    violations = [item for item in decided if item[1].verdict is LawVerdict.BROKEN]
+    violations = [item for item in decided if item[1].verdict == "broken"]
     if law.is_persistent:
         common = frozenset.intersection(*[outcome.subjects for _, outcome in decided])
         if len(violations) < len(decided) or not common:
-            return next(
-                (item for item in decided if item not in violations), (decided[-1][0], Outcome(LawVerdict.HOLDS))
-            )
+            return next((item for item in decided if item not in violations), (decided[-1][0], holds()))
         return violations[-1]
     return violations[0] if violations else decided[-1]
 
@@ -110,11 +116,3 @@ def _outcome(law: Law, trial: Trial) -> Outcome:
         return not_checked(str(reason))
     except Exception as error:  # of the training's own functions on inputs that they do not expect, for example
         return not_checked(with_lines(error))
-
-
-def as_content(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the results as JSON, with the number of laws for each verdict."""
-    counts = {verdict.value: 0 for verdict in LawVerdict}
-    for result in results:
-        counts[str(result["verdict"])] += 1
-    return {**counts, "laws": list(results)}

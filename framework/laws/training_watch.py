@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +12,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import listed
-from ..isolation import VISITS
-from ..observing import PassiveListener, listen, place, stop_listening
+from ..observing import PassiveListener, place
 from ..state import Transient
 from .loss_numbers import divisors_of
 from .recorded_step import factors_of
+from .recording import registered
 from .values import has_parameters, tensors_within
 
 FEW = 3
@@ -102,30 +102,19 @@ class TrainingWatch(PassiveListener, Transient):
         self._model, self._is_active = model, is_active
         named = model.named_modules()
         self._parts = {id(item): name for name, item in named if has_parameters(item)}
-        with VISITS:
-            handles: list[Any] = [
-                register_module_forward_pre_hook(self._before_pass),
-                register_module_forward_hook(self._after_pass),
-                register_optimizer_step_pre_hook(self._before_update),
-                register_optimizer_step_post_hook(self._after_update),
-            ]
-            listen(self)
-            for function in self._seeding:
-                function.install()
-        try:
+        registrations: tuple[Callable[[], Any], ...] = (
+            partial(register_module_forward_pre_hook, self._before_pass),
+            partial(register_module_forward_hook, self._after_pass),
+            partial(register_optimizer_step_pre_hook, self._before_update),
+            partial(register_optimizer_step_post_hook, self._after_update),
+            *(function.install for function in self._seeding),
+        )
+        with registered(*registrations, listener=self):
             yield
-        finally:
-            stop_listening(self)
-            with VISITS:
-                for function in self._seeding:
-                    function.remove()
-                for handle in handles:
-                    handle.remove()
 
     def _observed(self, function: Callable[..., Any], *, seeds: bool) -> Callable[..., Any]:
         """Return a function that seeds the generators, or restores them after a seed, and is noted."""
 
-        @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_watching():
                 self._is_seeded, self._is_evaluated_with_seed = seeds, seeds and self._is_evaluated_with_seed

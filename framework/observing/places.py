@@ -15,10 +15,11 @@ class Place(NamedTuple):
     function: Callable[..., Any]
     wrapper: Callable[..., Any]
 
-    def install(self) -> None:
-        """Replace the function, unless a replacement by others, made meanwhile, still calls the wrapper."""
+    def install(self) -> "Place":
+        """Replace the function, unless a replacement by others, made meanwhile, calls the wrapper; return itself."""
         if getattr(self.owner, self.name) is self.function:
             setattr(self.owner, self.name, self.wrapper)
+        return self
 
     def remove(self) -> None:
         """Restore the function, unless others have replaced it meanwhile: then the wrapper remains, without effect."""
