@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,17 +39,7 @@ _MODULE_CALLBACKS = {"output": output_callbacks, "weight": weight_callbacks, "in
 """By the kind of tap, the function that makes the callbacks around the forward pass of its module."""
 
 
-class TapState(Enum):
-    """Where the callbacks of a tap are."""
-
-    PERMANENT = "on the model during the whole run"
-    ATTACHED = "on the model, since the hook is due on this step"
-    DETACHED = "off the model, since the hook is not due on this step"
-
-
 _tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # what torch.jit.is_tracing() calls
-# Until Python 3.12, each look-up of a member calls a Python function.
-ATTACHED, DETACHED = TapState.ATTACHED, TapState.DETACHED
 
 
 class AttachedTap:
@@ -74,7 +63,8 @@ class AttachedTap:
         self._site_taps: list[tuple[nn.Module, str, SiteTap]] = []
         is_of_parameter = isinstance(tap, GradientTap) and tap.kind == "parameter"
         is_permanent = isinstance(tap, QuantizationTap) or is_of_parameter or (isinstance(tap, StepTap) and tap.always)
-        self.state = TapState.PERMANENT if is_permanent else ATTACHED
+        self.is_attached: bool | None = None if is_permanent else True
+        """Whether the callbacks are on the model, since the hook is due on this step; ``None`` if they always are."""
         if isinstance(tap, QuantizationTap):
             self._registrations = self._on_quantizers(tap, model)
         elif isinstance(tap, StepTap):
@@ -179,13 +169,12 @@ class AttachedTap:
         self._in_graphs.close()
 
     def switch(self) -> None:
-        """Change the state from attached to detached or back."""
-        if self.state is ATTACHED:
-            self.state = DETACHED
-            self.detach()
-        else:
-            self.state = ATTACHED
+        """Detach the callbacks, or attach them again."""
+        self.is_attached = not self.is_attached
+        if self.is_attached:
             self.attach()
+        else:
+            self.detach()
 
 
 def _after_forward(module: nn.Module, callback: ForwardCallback) -> AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ from ..errors import listed, notice
 from ..hooks import Tap, TapOwner
 from ..state import InternalFunction, has_compiled_code
 from ..training import eagerly, is_compiled
-from .attached_tap import ATTACHED, DETACHED, AttachedTap
+from .attached_tap import AttachedTap
 from .compiled_checks import CHECKS
 from .passes import RunningPasses
 
@@ -88,9 +88,9 @@ class TapSet:
     def _detach_idle(self) -> None:
         for owner, taps in self._taps.items():
             # is_due() is called once per hook: a hook may tap every module of a model.
-            outdated = DETACHED if owner.is_due() else ATTACHED
+            outdated = not owner.is_due()
             for tap in taps:
-                if tap.state is outdated and not tap.is_in_graph:
+                if tap.is_attached is outdated and not tap.is_in_graph:
                     tap.switch()
 
     def _note_call(self, module: nn.Module, inputs: object) -> None:
@@ -124,7 +124,7 @@ class TapSet:
 
     @property
     def _is_uncalled(self) -> bool:
-        is_attached = any(tap.state is ATTACHED for taps in self._taps.values() for tap in taps)
+        is_attached = any(tap.is_attached for taps in self._taps.values() for tap in taps)
         return is_attached and self._awaits_call and not self._passes.have_called_taps
 
     def describe_new_graphs(self) -> str:
