@@ -26,21 +26,14 @@ def check_hooks(hooks: Iterable[Any]) -> None:
 
 def check_tables(options: Any, schedules: Any) -> None:
     """Raise :class:`UsageError` if options or schedules are not given by the names of hooks."""
-    example = '{"norms": {"top": 4}}'
-    for hook, values in _items("hook_options", options, example):
-        is_table = isinstance(values, Mapping)
-        require(is_table, f"hook_options[{hook!r}] is {values!r}; it must be a dict of options: {example}.")
-    example = '{"norms": StepSchedule(mode="stride", every_n_steps=10)}'
-    for hook, schedule in _items("schedules", schedules, example):
-        is_schedule = isinstance(schedule, StepSchedule)
-        require(is_schedule, f"schedules[{hook!r}] is {schedule!r}; it must be a StepSchedule: {example}.")
-
-
-def _items(name: str, value: Any, example: str) -> Iterable[tuple[str, Any]]:
-    is_table = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-    require(is_table, f"{name} is {value!r}; it must be a dict by the names of hooks: {example}.")
-    items: Iterable[tuple[str, Any]] = value.items()
-    return items
+    kinds = {
+        "hook_options": (options, Mapping, '{"norms": {"top": 4}}'),
+        "schedules": (schedules, StepSchedule, '{"norms": StepSchedule(mode="stride", every_n_steps=10)}'),
+    }
+    for name, (table, kind, example) in kinds.items():
+        is_table = isinstance(table, Mapping) and all(isinstance(hook, str) for hook in table)
+        fits = is_table and all(isinstance(item, kind) for item in table.values())
+        require(fits, f"{name} is {table!r}; it must be a dict by the names of hooks: {example}.")
 
 
 def check_function(name: str, function: Callable[..., Any] | None, arguments: Sequence[str]) -> None:

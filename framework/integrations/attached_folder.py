@@ -6,10 +6,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from ..durable_files import path_exists
-from ..errors import UsageError
+from ..file_digests import digest_of
 from ..hooks import SinkRegistry
 from ..runs import ATTACHED_RUNS, CONFIG, RunFolder
 from ..training import Ranks
@@ -26,11 +24,8 @@ class FolderChoice:
     def __init__(self, out: str | Path | None, trained_in: Path | None) -> None:
         # All paths are absolute, so that a script that changes the working directory keeps its folder.
         self._trained_in = trained_in
-        try:
-            self._given = None if out is None else Path(out).absolute()
-            self._parent = (trained_in or Path(out or "")).absolute() / ATTACHED_RUNS
-        except FileNotFoundError as error:
-            raise UsageError("The working directory was removed; give attach an absolute path, out=.") from error
+        self._given = None if out is None else Path(out).absolute()
+        self._parent = (trained_in or Path(out or "")).absolute() / ATTACHED_RUNS
         self.folder = self._at(self._given or next(_free_folders(self._parent)))
 
     def advance(self, training: int, *, overwrite: bool) -> None:
@@ -98,8 +93,7 @@ class FolderChoice:
 def _begins_with(path: Path, position: Mapping[str, Any]) -> bool:
     """Return whether a file begins with the content that it had at a checkpoint."""
     try:
-        with path.open("rb") as file:
-            return xxhash.xxh3_128_hexdigest(file.read(int(position["size"]))) == str(position["xxh3_128"])
+        return digest_of(path, int(position["size"])) == str(position["xxh3_128"])
     except OSError:
         return False
 

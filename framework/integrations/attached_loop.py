@@ -111,11 +111,6 @@ def _do_nothing() -> None:
     """Note nothing, in a loop whose evaluations are calls."""
 
 
-def _has_no_open_step() -> bool:
-    """Return that no step is open, in a loop that does not know its steps."""
-    return False
-
-
 class AttachedLoop:
     """A loop that is not loopscope's own, from the options of :func:`.attach` to the end of its run.
 
@@ -161,7 +156,8 @@ class AttachedLoop:
         self._accumulate = 1
         self.hook_calls: AbstractContextManager[object] = nullcontext()
         """Marks calls of the optimizer as those of a hook, in a loop that observes its optimizer."""
-        self.is_in_step: Callable[[], bool] = _has_no_open_step
+        self.is_in_step: Callable[[], bool] = bool
+        """Whether a step is open; it returns that none is in a loop that does not know its steps."""
         self.on_evaluation_numbers: Callable[[], None] = _do_nothing
         """Called when the script has logged numbers of an evaluation."""
         self.place: dict[str, Any] = {}

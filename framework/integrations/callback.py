@@ -28,8 +28,6 @@ class Callback(_Base):  # type: ignore[misc]
 
     scope: AttachedScope | None = None
     """The scope of the newest run; ``None`` before Hugging Face's Trainer is complete, or Lightning's fit begins."""
-    is_in_setup = False
-    """Whether a fit of Lightning begins, in which hooks may still be attached."""
 
     def __new__(cls, **options: Unpack[AttachArguments]) -> Self:
         """Create an object that is also a callback of Lightning, if that was imported, as the script's Trainer was.
@@ -82,13 +80,8 @@ class Callback(_Base):  # type: ignore[misc]
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Attach to Lightning's Trainer as its first fit begins; the hooks follow its further fits themselves."""
-        if stage != "fit" or any(isinstance(item, LightningLoop) for item in trainer.callbacks):
-            return
-        self.is_in_setup = True
-        try:
+        if stage == "fit" and not any(isinstance(item, LightningLoop) for item in trainer.callbacks):
             self.scope = attach(trainer, **self._options)
-        finally:
-            self.is_in_setup = False
 
     def on_train_end(self, *events: Any, **parts: Any) -> None:
         """Do nothing: an event of both libraries, with different arguments."""

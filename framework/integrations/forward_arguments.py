@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,12 +12,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ..isolation import VISITS
 from ..state import InternalFunction, Transient
 
-
-class Receiver(Protocol):
-    """Receives the arguments of a pass, and whether it ran in train mode."""
-
-    def __call__(self, batch: Any, *, train: bool) -> None:
-        """Receive the only argument, or the arguments by name."""
+Receiver = Callable[..., None]
+"""Receives the only argument of a pass, or the arguments by name, and as ``train`` whether it ran in train mode."""
 
 
 class ForwardArguments(Transient):

@@ -55,8 +55,7 @@ def _refuse(trainer: Any, package: str) -> None:
     """Raise :class:`UsageError` for a Trainer that hooks cannot be attached to."""
     active = [item for item in trainer.callbacks if isinstance(item, LightningLoop) and not item.is_closed]
     require(not active, "Hooks are already attached to this Trainer; name all hooks in one attach.")
-    is_in_setup = any(getattr(item, "is_in_setup", False) for item in trainer.callbacks)
-    running = trainer.state.status == "running" and not is_in_setup
+    running = trainer.state.status == "running" and trainer.optimizers  # which a fit creates after its set-up
     require(not running, "This Trainer is already running; attach hooks to it before trainer.fit(...).")
     advice = "omit it to attach hooks"
     require(not trainer.barebones, f"This Trainer has barebones=True, which allows no callbacks; {advice}.")
