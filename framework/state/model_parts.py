@@ -547,7 +547,7 @@ def hook_contents(state: StateObjects) -> dict[str, Any]:
 def _module_hook_tables(state: StateObjects) -> Iterator[tuple[str, dict[Any, Any]]]:
     for name, module in state.modules.named_modules():
         for key, value in vars(module).items():
-            if is_hook_table(key, value):
+            if "_hooks" in key and is_hook_table(key, value):
                 yield f"module hooks/{name}.{key}", value
 
 

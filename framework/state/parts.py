@@ -1,6 +1,7 @@
 """The objects of a run that make up its training state, and the base class of the parts of that state."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -79,9 +80,14 @@ class LoopState:
         return {name: value for name, value in vars(self).items() if name not in of_step}
 
 
+_LEAVES = frozenset({bool, int, float, str, type(None), Tensor})
+
+
 def nested(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested dicts and lists with their paths."""
-    if isinstance(value, Mapping):
+    if type(value) in _LEAVES:  # most values; isinstance() with Mapping takes longer than the rest
+        yield prefix, value
+    elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from nested(f"{prefix}/{key}", item)
     elif isinstance(value, (list, tuple)) and any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in value):
@@ -165,11 +171,23 @@ class StateObjects:
     also: dict[str, nn.Module] = field(default_factory=dict)
     """Other modules that the loss or hooks can reach, by the prefix of their names."""
     sharding: FullSharding = field(init=False)
+    _listed: ModuleGroup | None = field(init=False, default=None, repr=False)
 
     @property
     def modules(self) -> ModuleOrGroup:
         """The model, together with the other modules if there are any."""
+        if self._listed is not None:
+            return self._listed
         return ModuleGroup(self.model, self.also) if self.also else self.model
+
+    @contextmanager
+    def modules_listed(self) -> Iterator[None]:
+        """Walk the modules once for all parts that the body reads, instead of twenty times."""
+        previous, self._listed = self._listed, ModuleGroup(self.model, self.also)
+        try:
+            yield
+        finally:
+            self._listed = previous
 
 
 class Watched(NamedTuple):

@@ -391,13 +391,14 @@ class TrainingState(StateObjects):
 
     def leaf_values(self, parts: Sequence[Part] = ()) -> list[tuple[str, Any]]:
         """Return every tensor and plain value of the state, or of some parts, with its name."""
-        if parts:
-            return [leaf for part in parts for leaf in part.read(self)]
-        named = [leaf for part in self.parts if part is not OTHERS for leaf in part.read(self)]
-        if OTHERS not in self.parts:
-            return named
-        left_out = [part.read(self) for part in _NAMED if part not in self.parts]
-        return [*named, *_other_leaves(self, chain(named, *left_out))]
+        with self.modules_listed():
+            if parts:
+                return [leaf for part in parts for leaf in part.read(self)]
+            named = [leaf for part in self.parts if part is not OTHERS for leaf in part.read(self)]
+            if OTHERS not in self.parts:
+                return named
+            left_out = [part.read(self) for part in _NAMED if part not in self.parts]
+            return [*named, *_other_leaves(self, chain(named, *left_out))]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor of the state, by name."""
