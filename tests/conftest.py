@@ -5,6 +5,7 @@ import os
 import platform
 import random
 import re
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -54,6 +55,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     guard.quick_limit = config.option.quick_limit
+    _keep_folders_in_memory()
+
+
+def _keep_folders_in_memory() -> None:
+    """Put the folders of tests on a file system in memory, if there is one: runs wait for the disk 10,000 times."""
+    memory = Path("/dev/shm")
+    if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 4 << 30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
