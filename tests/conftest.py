@@ -118,31 +118,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 _NEW_MODULES = 50
-"""The number of imported modules after which their objects are excluded from garbage collection."""
+"""The number of imported modules after which existing objects are frozen."""
 _frozen_modules = 0
+_frozen_for: Path | None = None
 
 
-def _freeze_modules() -> None:
-    """Exclude all objects from garbage collection if a test has imported a library.
+def _freeze_objects(path: Path | None) -> None:
+    """Exclude the objects that exist before the tests of a file, or after an import of a library, from collections.
 
-    Otherwise every full collection would visit up to a million objects of libraries.
+    Otherwise every full collection, and every search for optimizers among all objects, would visit the millions of
+    objects that libraries and earlier tests keep.
     """
-    global _frozen_modules
-    if len(sys.modules) - _frozen_modules >= _NEW_MODULES:
-        _frozen_modules = len(sys.modules)
+    global _frozen_modules, _frozen_for
+    if path != _frozen_for or len(sys.modules) - _frozen_modules >= _NEW_MODULES:
+        _frozen_modules, _frozen_for = len(sys.modules), path
         gc.collect()
         gc.freeze()
-
-
-def pytest_collection_finish() -> None:
-    """Exclude the collected tests, some million objects, from garbage collection."""
-    _freeze_modules()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed the global random generators before every test, and check the test against its markers."""
-    _freeze_modules()
+    _freeze_objects(item.path)
     random.seed(0)
     np.random.seed(0)
     # Without an accelerator, torch.manual_seed would note the stack for each kind of device, half a millisecond.

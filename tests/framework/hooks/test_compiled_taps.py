@@ -125,6 +125,7 @@ PLACES = [("model", 3), ("blocks", 1), ("function", 2), ("container", 1)]
 
 
 @pytest.mark.guarantee("every-training-mode")
+@pytest.mark.slow_rows("blocks-1", "container-1")
 @pytest.mark.parametrize(("place", "every"), PLACES)
 def test_taps_read_compiled_passes_and_keep_bits(tmp_path: Path, place: str, every: int) -> None:
     """Values equal those of taps in the eager pass; no graph breaks, and their number is that without hooks."""

@@ -355,6 +355,7 @@ class Rounded(torch.autograd.Function):
         return BLOCK(gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_gradients_are_cast_compiled_inside_backward(monkeypatch):
     x, gradient = gaussian(40, 64).requires_grad_(), gaussian(40, 64) * 3
