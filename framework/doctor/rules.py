@@ -22,6 +22,12 @@ def flag(history: History, metric: str) -> RuleValue:
     return RuleValue(int(curve.last > 0), curve.first_step)
 
 
+def count(history: History, metric: str) -> RuleValue:
+    """Return the newest count, from the first step on at which it was above 0."""
+    curve = history.curve(metric)
+    return RuleValue(curve.last, curve.first_step_where(curve.values > 0) or curve.last_step)
+
+
 def median(history: History, metric: str) -> RuleValue:
     """Return the median over all checks, from the first step on."""
     return RuleValue(history.curve(metric).median, 1)

@@ -112,9 +112,13 @@ def _membership(
 ) -> dict[str, Any]:
     """Compare the parameters of the model with those of the optimizers; ``placeholders`` are identities."""
     entries = _entries(optimizers)
+    decays = {
+        id(item): group.get("weight_decay") for o in optimizers for group in o.param_groups for item in group["params"]
+    }
     held = {*map(id, entries)}
     known = {*map(id, parameters.values())} | {id(item) for module in others for item in module.parameters()}
     missing = {name: item for name, item in trainable.items() if id(item) not in held}
+    decayed = [name for name, item in trainable.items() if item.ndim <= 1 and _is_positive(decays.get(id(item)))]
     elements = sum(item.numel() for item in trainable.values())
     return {
         "without_optimizer": _names(missing)
@@ -128,6 +132,7 @@ def _membership(
             for name, item in parameters.items()
             if id(item) in held and not item.requires_grad and id(item) not in placeholders
         ),
+        "decayed_vectors": _names(decayed),
     }
 
 
@@ -199,6 +204,10 @@ def _held(value: Any) -> list[Tensor]:
         elif isinstance(item, (Tensor, list, tuple)):
             held += _held(item)
     return held
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value > 0
 
 
 def _modes(model: nn.Module) -> dict[str, Any]:

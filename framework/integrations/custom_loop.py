@@ -864,6 +864,7 @@ class CustomLoop(Transient):
 
     def evaluate(self, function: Callable[[], Result]) -> Result:
         """Return the result of an evaluation, isolated from the training unless the options say otherwise."""
+        self._modes.begin_evaluation(is_isolated=self._attached.options.isolate_evaluation)
 
         def watched() -> Result:
             with self._modes.watched():
@@ -992,6 +993,8 @@ class CustomLoop(Transient):
         if self._attached.is_closed or (self._scaler is not None and _is_skipped(optimizer)):
             return None
         self.thread = get_ident()
+        if self._modes.left_mode.is_watching:
+            self._modes.left_mode.at_update()
         if self._is_in_backward:
             self._step.stepped_in_backward = True
             self._warn_once(

@@ -10,6 +10,7 @@ from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import Curve, History
 from ..measures import learns_values, target_sizes
+from ..rules import Rule, count
 from .gradients import are_experts, never_trained
 
 
@@ -116,6 +117,27 @@ class ActivationsGrow(Detector):
                     confidence=0.7,
                 )
                 return
+
+
+class MassiveActivations(Rule):
+    """Reports single activations that are far larger than all others.
+
+    Symptom: A question about low precision
+
+    Single activations are above 1,000 times the median. Normal in large language models; 8-bit formats suffer.
+
+    Source: Sun et al., arXiv 2402.17762
+    """
+
+    name = "massive-activations"
+    stage = "activations"
+    needs = ("activations",)
+    read = staticmethod(count)
+    metric = "activations/total_massive_count"
+    severity = "info"
+    why = "{value:.0f} activations are above 100 and above 1,000 times the median of their layer."
+    remedy = "Keep these layers out of 8-bit formats; activations/massive_count names the blocks."
+    usual = "0, or a few in large language models"
 
 
 class RouterCollapse(Detector):

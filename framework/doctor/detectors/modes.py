@@ -20,7 +20,8 @@ class EvalModeInTraining(Detector):
     Symptom: Dropout and batch normalisation have no effect
 
     The model is in eval mode in its training steps: model.train() is missing, before the training or after an
-    evaluation. Models of from_pretrained are in eval mode at first.
+    evaluation. Models of from_pretrained are in eval mode at first. It is also reported if only scope.evaluate
+    restores train mode.
 
     Source: torch.nn.Module.eval
     """
@@ -29,9 +30,10 @@ class EvalModeInTraining(Detector):
     stage = "evaluation"
 
     def detect(self, history: History) -> Iterable[Finding]:
-        """Return a finding if the model was in eval mode at a checked step."""
+        """Return a finding if the model was in eval mode at a checked step, or would be without ``scope.evaluate``."""
         curve = history.curve(f"{CHECKS}/model_in_eval")
         if not curve.last > 0:
+            yield from self._hidden(history)
             return
         layers = []
         if count := history.facts.get("dropouts"):
@@ -48,6 +50,20 @@ class EvalModeInTraining(Detector):
         )
         # Without the statistics of the batch, the layers behind a batch normalisation get values of any size.
         yield replace(finding, stage="set-up") if history.facts.get("batchnorms") else finding
+
+    def _hidden(self, history: History) -> Iterable[Finding]:
+        """Return a finding if ``scope.evaluate`` has restored train mode for a loop that does not."""
+        is_left, step = alert(history, "evaluation/eval_mode_left")
+        if is_left:
+            yield self.finding(
+                "warning",
+                step,
+                "The function given to scope.evaluate calls model.eval(), and nothing calls model.train() before the "
+                "next step. scope.evaluate restores train mode, so this run trains correctly; the same script without "
+                "it trains in eval mode after its first evaluation.",
+                "Call model.train() at the end of the function, or leave model.eval() to scope.evaluate.",
+                Evidence("evaluation/eval_mode_left", 1, 0, "0"),
+            )
 
 
 class BatchNormFrozen(Detector):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from ...errors import listed
+from ...errors import counted, listed
 from ..detector import Detector, Threshold
 from ..findings import Evidence, Finding
 from ..history import History
@@ -163,4 +163,34 @@ class FrozenUntrained(Detector):
                 "Print what load_state_dict returns: with strict=False, keys with another prefix load nothing.",
                 Evidence("facts/frozen_untrained", count, self.share * layers, "0"),
                 confidence=0.85,
+            )
+
+
+class DecayedVectors(Detector):
+    """Reports biases and norm gains in a group with weight decay.
+
+    Symptom: A question about weight decay
+
+    Weight decay also acts on biases and on the gains of normalisation layers, as in AdamW(model.parameters()). Many
+    recipes for transformers exclude them; the effect is usually small.
+
+    Source: Loshchilov and Hutter, arXiv 1711.05101; minGPT's parameter groups
+    """
+
+    name = "weight-decay-on-vectors"
+    stage = "evaluation"
+    needs = ()
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a remark if vectors are decayed."""
+        count, names = named_fact(history, "decayed_vectors")
+        if count:
+            yield self.finding(
+                "info",
+                0,
+                f"Weight decay also acts on {counted(count, 'parameter')} with one dimension, such as biases and gains "
+                f"of norms ({names}).",
+                "Put parameters with one dimension into a group with weight_decay=0 if your recipe excludes them.",
+                Evidence("facts/decayed_vectors", count),
+                confidence=0.99,
             )

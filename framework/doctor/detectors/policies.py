@@ -446,6 +446,40 @@ class SamplerDiffers(_HighLevel):
     remedy = "Synchronise the sampler's weights after each update, and compare precision, temperature and template."
 
 
+class RatioAlwaysOne(Detector):
+    """Reports updates in which the new policy is the old one.
+
+    Symptom: The KL divergence of a policy is exactly 0
+
+    Each rollout is used for one update only, so that the ratio of new to old probabilities is 1 and clipping does
+    nothing. That is right for one update per rollout; otherwise the old probabilities are computed again after each.
+
+    Applies to: PPO-like methods that report the divergence from the old policy
+
+    Source: Schulman et al., arXiv 1707.06347, equation 6
+    """
+
+    name = "ratio-always-one"
+    stage = "set-up"
+    needs = ()
+
+    def detect(self, history: History) -> Iterable[Finding]:
+        """Return a remark if the divergence from the old policy is 0 in all reports."""
+        numbers = PolicyNumbers(history)
+        curve = numbers.curve("approx_kl")
+        if numbers.name("approx_kl") in MEASURED:  # also of trainers with one update per rollout by default
+            return
+        if len(curve) >= 5 and float(np.max(np.abs(curve.values))) < 1e-9:
+            yield self.finding(
+                "info",
+                curve.first_step,
+                "The new policy always equals the old one, so the ratio is 1 and clipping has no effect.",
+                "With several updates per rollout, compute the old log-probabilities once, before the first of them.",
+                Evidence(numbers.name("approx_kl"), curve.last, None, "above 0 after the first update"),
+                confidence=0.9,
+            )
+
+
 def _start_of_streak(is_met: "np.typing.NDArray[np.bool_]") -> int:
     """Return the first index from which on a condition is met in at least half of the points up to the end.
 

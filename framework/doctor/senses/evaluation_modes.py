@@ -1,8 +1,9 @@
-"""The mode in which an evaluation calls a model."""
+"""The mode in which an evaluation calls a model, and the mode in which it leaves it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -17,7 +18,7 @@ from .evaluation_dropout import WITH_FAST_PATH
 
 
 class EvaluationModes:
-    """Reports, once per run, an evaluation that runs the model in train mode.
+    """Reports, once per run, an evaluation that runs the model in train mode, and one that leaves it in eval mode.
 
     Only for models in which modes matter, as the start-up facts show.
 
@@ -42,8 +43,16 @@ class EvaluationModes:
     ) -> None:
         self._model, self._loop, self._compiled = model, loop, compiled
         self._facts, self._is_in_hook, self._report = facts, is_in_hook, report
-        self._has_reported_train = False
+        self._has_reported_train = self._has_reported_eval = False
         self._call = EvaluationCall()
+        self.left_mode = LeftMode(model, is_in_hook, self._report_left_mode)
+        """Watches until the next update, at which the loop calls its ``at_update``."""
+
+    def begin_evaluation(self, *, is_isolated: bool) -> None:
+        """Start to watch the mode in which an evaluation leaves the model; an isolated one would restore it."""
+        self._call.stop()
+        if is_isolated and self._model.training and not self._has_reported_eval and self._has_modes():
+            self.left_mode.watch()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -51,7 +60,6 @@ class EvaluationModes:
 
         Not for compiled models and for attention layers as models: a module hook would change how they run.
         """
-        self._call.stop()
         if not self._can_notice_train_mode():
             yield
             return
@@ -93,13 +101,22 @@ class EvaluationModes:
     def stop(self) -> None:
         """Stop watching; further calls do nothing."""
         self._call.stop()
+        self.left_mode.stop()
+
+    def _has_modes(self) -> bool:
+        facts = self._facts()
+        return bool(facts.get("dropouts") or facts.get("batchnorms"))
 
     def _can_notice_train_mode(self) -> bool:
         """Return whether modes affect the model, a module hook does not, and no evaluation was reported yet."""
-        facts = self._facts()
-        if self._has_reported_train or not (facts.get("dropouts") or facts.get("batchnorms")):
+        if self._has_reported_train or not self._has_modes():
             return False
         return not (self._compiled or is_compiled(self._model) or isinstance(self._model, WITH_FAST_PATH))
+
+    def _report_left_mode(self) -> None:
+        self._has_reported_eval = True
+        sentence = "The evaluation left the model in eval mode; scope.evaluate has restored train mode."
+        self._report(Alert(sentence, metric="eval_mode_left", step=self._loop.step, id="model-in-eval-mode"))
 
     def _report_train_mode(self) -> None:
         if not self._has_reported_train:
@@ -131,3 +148,56 @@ class EvaluationCall:
         if self._handle is not None:
             with VISITS:
                 self._handle.remove()
+
+
+class LeftMode:
+    """Reports a model that code outside of hooks has set to eval mode in an evaluation, and not back before an update.
+
+    ``scope.evaluate`` restores the mode, which would hide a missing ``model.train()``. The calls are seen at
+    ``nn.Module.train``, which ``eval()`` calls, too; it is replaced while any training watches.
+    """
+
+    _watching: ClassVar[list["LeftMode"]] = []  # of all trainings of the process, which may run in several threads
+    _train: ClassVar[Callable[..., nn.Module]] = nn.Module.train
+
+    def __init__(self, model: nn.Module, is_in_hook: Callable[[], bool], report: Callable[[], None]) -> None:
+        self._model, self._is_in_hook, self._report = model, is_in_hook, report
+        self.is_watching = self._is_eval = False
+
+    def watch(self) -> None:
+        """Start to watch, with no known call; a second call does nothing."""
+        with VISITS:
+            if self.is_watching:
+                return
+            self.is_watching, self._is_eval = True, False
+            if not self._watching:
+                LeftMode._train = nn.Module.train
+                nn.Module.train = _noted_train  # type: ignore[method-assign, assignment]
+            self._watching.append(self)
+
+    def note(self, module: nn.Module, *, train: bool) -> None:
+        """Note a call of ``train``."""
+        if module is self._model and not self._is_in_hook():
+            self._is_eval = not train
+
+    def at_update(self) -> None:
+        """Stop, and report if the last call has set eval mode; called at an update while this watches."""
+        self.stop()
+        if self._is_eval:
+            self._report()
+
+    def stop(self) -> None:
+        """Stop watching; further calls do nothing."""
+        with VISITS:
+            if self.is_watching:
+                self.is_watching = False
+                self._watching.remove(self)
+                if not self._watching and nn.Module.train is _noted_train:
+                    nn.Module.train = LeftMode._train  # type: ignore[method-assign, assignment]
+
+
+@wraps(nn.Module.train)
+def _noted_train(module: nn.Module, mode: bool = True) -> nn.Module:
+    for watching in [*LeftMode._watching]:
+        watching.note(module, train=mode)
+    return LeftMode._train(module, mode)

@@ -37,14 +37,18 @@ def test_time_between_steps_is_found_on_the_cpu() -> None:
     assert findings(between=20.0, data=1.0) == findings(between=20.0, device="cuda") == {}
 
 
+def test_time_of_hooks_is_found() -> None:
+    assert findings(hooks=15.0) == {"hooks-take-time": "60% of a step, 15 ms of 25 ms, passes in hooks."}
+
+
 @pytest.mark.parametrize("steps", [1, 49])
 def test_few_steps_give_no_finding(steps: int) -> None:
-    assert findings(steps, data=20.0) == {}
+    assert findings(steps, data=20.0, hooks=50.0) == {}
 
 
 def test_short_times_give_no_finding() -> None:
     times = {"forward": 0.1, "backward": 0.1}
-    assert findings(data=1.9, **times) == {}
+    assert findings(data=1.9, **times) == findings(hooks=9.0, **times) == {}
 
 
 @pytest.mark.parametrize("content", [None, 3, {}, {"steps": 9, "device": "cpu", "seconds": {"data": "many"}}])
