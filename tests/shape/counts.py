@@ -21,6 +21,26 @@ from torch import nn
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("framework", "training_hooks", "sinks", "experiments")
 MEASURED_STEP = 10
+ROOMS = {
+    "low precision": ("lowbit/",),
+    "laws": ("laws/", "testing.py", "cli/check.py", "cli/check_progress.py"),
+    "watched scripts": (
+        *("observing/", "integrations/watch_site/", "integrations/watched_process.py", "integrations/callback.py"),
+        *("integrations/waiting_optimizers.py", "integrations/observed_optimizer.py"),
+        *("integrations/other_optimizers.py", "integrations/forward_arguments.py", "integrations/reported_numbers.py"),
+        *("integrations/validation_records.py", "cli/watch.py", "cli/watched_run.py", "cli/training_commands.py"),
+        *("doctor/step_times.py", "doctor/detectors/speed.py", "training/step_clock.py"),
+    ),
+    "policies": (
+        *("doctor/detectors/policies.py", "doctor/detectors/policy_losses.py", "doctor/policy_numbers.py"),
+        *("doctor/senses/policy_graph.py", "doctor/senses/episodes.py", "doctor/senses/divergences.py"),
+    ),
+    "comparisons of commands": ("cli/equal", "sequential_test.py", "student_t.py"),
+    "budget": ("engine/budget.py", "runs/budgets.py"),
+    "compiled models": ("taps/compiled_", "taps/scripted_modules.py", "state/compiled_code.py"),
+}
+"""The rooms of ``framework`` that subjects were added as, by the beginnings of their files' paths."""
+_ROOM_OF = {prefix: room for room, prefixes in ROOMS.items() for prefix in prefixes}
 
 IMPORT = """
 import sys
@@ -152,13 +172,20 @@ def _strongly_connected(below: Mapping[str, set[str]]) -> Iterator[set[str]]:
             yield circle
 
 
-def code_lines() -> int:
-    """Return the lines of code of ``framework`` without ``lowbit``: no docstrings, comments and blank lines."""
-    return sum(
-        _code_lines(path, tree)
-        for path, tree in trees().items()
-        if path.relative_to(ROOT).parts[0] == "framework" and "lowbit" not in path.parts
-    )
+def code_lines() -> Counter[str]:
+    """Return the lines of code in each room of ROOMS, and in ``the rest``: no docstrings, comments and blank lines."""
+    lines = Counter[str]()
+    used = set[str]()
+    for path, tree in trees().items():
+        folder, *rest = path.relative_to(ROOT).parts
+        if folder == "framework":
+            file = "/".join(rest)
+            prefix = next((item for item in _ROOM_OF if file.startswith(item)), "")
+            used.add(prefix)
+            lines[_ROOM_OF.get(prefix, "the rest")] += _code_lines(path, tree)
+    if unused := _ROOM_OF.keys() - used:
+        raise ValueError(f"{', '.join(sorted(unused))} in ROOMS of tests/shape/counts.py names no file of framework/.")
+    return lines
 
 
 def _code_lines(path: Path, tree: ast.Module) -> int:
