@@ -1,16 +1,47 @@
 """Checks of the arguments of attach: one sentence with the value, what is accepted, and the remedy."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from inspect import isclass, signature
-from typing import Any
+from functools import wraps
+from inspect import Parameter, isclass, signature
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import UsageError, require
+from ..errors import UsageError, require, unknown
 from ..hooks import StepSchedule, TrainingHook
 
 LOSS_MODULES = "torch.nn.modules.loss"
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+GUESSES = {
+    "scheduler": ("step", "optimizer"),
+    "scaler": ("get_scale", "unscale_"),
+    "accelerator": ("gather", "prepare"),
+}
+"""Attributes by which an object is recognised as an argument."""
+
+
+def with_checked_names(function: Function) -> Function:
+    """Return a function that refuses unknown and surplus arguments with advice, in place of a ``TypeError``."""
+    names = signature(function).parameters
+    positional = [name for name, item in names.items() if item.kind is Parameter.POSITIONAL_OR_KEYWORD]
+
+    @wraps(function)
+    def checked(*given: Any, **named: Any) -> Any:
+        if surplus := given[len(positional) :]:
+            kinds = [name for name, parts in GUESSES.items() if all(hasattr(surplus[0], part) for part in parts)]
+            raise UsageError(
+                f"{function.__name__} was given {_shown(surplus[0])} after {' and '.join(positional)}; give all other "
+                f"arguments by name: {kinds[0] if kinds else 'hooks'}=..."
+            )
+        for name in named:
+            if name not in names:
+                raise unknown(f"argument of {function.__name__}:", name, names)
+        return function(*given, **named)
+
+    return cast(Function, checked)
 
 
 def check_hooks(hooks: Iterable[Any]) -> None:

@@ -18,7 +18,7 @@ from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedu
 from ..observing import optimizers_over
 from ..preserved_streams import preserved_streams
 from ..training import Ranks, takes_closure
-from .argument_checks import check_scheduler
+from .argument_checks import check_scheduler, with_checked_names
 from .attach_options import AttachArguments, AttachOptions, DisplayMode, HookChoice, HookGroup, StopOn
 from .attached_loop import AttachedLoop
 from .custom_loop import CustomLoop
@@ -42,6 +42,7 @@ def attach(
 ) -> Scope: ...
 @overload
 def attach(target: HuggingFaceTrainer | LightningTrainer, **options: Unpack[AttachArguments]) -> AttachedScope: ...
+@with_checked_names
 def attach(
     target: Any,
     optimizer: Any = None,

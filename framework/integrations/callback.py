@@ -2,12 +2,11 @@
 
 import sys
 from collections.abc import Callable
-from inspect import signature
 from types import FrameType
 from typing import Any, Self, Unpack
 from weakref import WeakSet
 
-from ..errors import require
+from ..errors import require, unknown
 from ..state import Transient
 from .attach import attach
 from .attach_options import AttachArguments
@@ -43,9 +42,11 @@ class Callback(_Base):  # type: ignore[misc]
         """Keep the options of :func:`.attach`.
 
         Raises:
-            TypeError: for an unknown option.
+            UsageError: for an unknown option.
         """
-        signature(attach).bind(None, **options)
+        for name in options:
+            if name not in AttachArguments.__annotations__:
+                raise unknown("argument of Callback:", name, AttachArguments.__annotations__)
         self._options = options
         self._trainers: WeakSet[Any] = WeakSet()
 

@@ -86,3 +86,24 @@ def test_losses_that_are_no_number_are_named(tmp_path: Path, loss: Any, sentence
     with pytest.raises(HookError) as error:
         train()
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "sentence"),
+    [
+        ("scheduler", {}, "given a StepLR after target and optimizer; give all other arguments by name: scheduler=..."),
+        ("hooks", {}, "given a list after target and optimizer; give all other arguments by name: hooks=..."),
+        ("", {"hook": ["norms"]}, "Unknown argument of attach: 'hook'. Did you mean 'hooks'? Known: accelerator,"),
+        ("", {"log_evry": 10}, "Did you mean 'log_every'?"),
+    ],
+    ids=["scheduler", "hooks", "hook", "log_evry"],
+)
+def test_arguments_that_attach_does_not_have(given: str, named: dict[str, Any], sentence: str) -> None:
+    """The message names the argument that was meant."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    surplus = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "hooks": ["norms"]}
+    attach: Any = loopscope.attach
+    with pytest.raises(UsageError) as error:
+        attach(model, optimizer, *([surplus[given]] if given else []), **named)
+    assert sentence in str(error.value)

@@ -4,7 +4,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import loopscope
 import pytest
+import torch
 from loopscope.hooks import HookPoint
 from loopscope.state.digest import digest
 
@@ -128,3 +130,14 @@ def test_clipping_hook_clips_unscaled_gradients(tmp_path, optimizer):
     loop = Loop(optimizer=optimizer, scale=2.0**10)
     options = {"hook_options": {"grad_clip": {"max_norm": 0.1}}}
     assert_equal(alone(replace(loop, clips=0.1)), attached(loop, tmp_path, ["grad_clip"], **options))
+
+
+def test_a_notebook_shows_a_scope_as_a_table(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with loopscope.attach(model, optimizer, hooks=["norms"], out=tmp_path / "run", display="none") as scope:
+        assert "not started" in scope._repr_mimebundle_([], [])["text/html"]
+        for batch in scope.batches([torch.ones(3, 2)]):
+            scope.backward(model(batch).mean())
+            optimizer.step()
+    assert "norms/total_weight_norm" in scope._repr_mimebundle_([], [])["text/html"]

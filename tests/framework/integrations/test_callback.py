@@ -75,5 +75,5 @@ def test_callback_added_later_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_option_of_callback_is_refused() -> None:
-    with pytest.raises(TypeError, match="with_hook"):
+    with pytest.raises(UsageError, match="with_hooks"):
         loopscope.Callback(with_hook="health")  # type: ignore[call-arg]
