@@ -34,7 +34,7 @@ def test_a_shorter_last_group_is_a_step(tmp_path):
     parts = Parts(Loop(accelerate=True, accumulate=2))
     with parts.attach(tmp_path, ["training_metrics"], loop="step") as scope:
         train(parts, scope)
-        assert "running, step 4:" in str(scope.__rich__().renderables[0])
+        assert "running, step 4:" in repr(scope)
 
 
 def test_unprepared_objects_can_be_attached(tmp_path):
