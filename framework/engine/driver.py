@@ -97,7 +97,7 @@ class Driver:
         loop.prev_step_grads, loop.current_grads = loop.current_grads, None
         if self._backward_calls.are_needed:
             self._backward_calls.begin_step(loop)
-        due_hooks = self._hooks.due_at(PRE_STEP)
+        due_hooks = self._hooks.due_at(PRE_STEP) if self._hooks.listeners.at[PRE_STEP] else []
         if due_hooks and self.can_cancel_steps:
             self._before_step = self._hooks.memory_of(due_hooks), self.manager.delivery.mark_steps()
         if due_hooks or is_first:  # the first call also starts a manager that was not started

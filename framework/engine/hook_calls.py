@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -41,6 +42,7 @@ from .model_context import ModelContext
 
 PRE_EPOCH = HookPoint.PRE_EPOCH
 BETWEEN_STEPS = "between two steps"
+REPORTS_EVALUATIONS = attrgetter("hook.reports_evaluations")
 
 Result = TypeVar("Result")
 
@@ -102,16 +104,19 @@ class HookCalls:
         Without due hooks, return before any setup.
         """
         loop, recorded = self._state.loop, self._hooks.listeners.recorded
+        if recorded is not None and recorded in listeners:
+            self._report_loop_values(recorded)
+            if len(listeners) == 1:
+                return
         epoch, step = loop.epoch, loop.step
         due_listeners = [
-            item for item in listeners if item.is_always_due or (step not in item.idle and item.is_due(epoch, step))
+            item
+            for item in listeners
+            if item is not recorded and (item.is_always_due or (step not in item.idle and item.is_due(epoch, step)))
         ]
-        if recorded is not None and recorded in due_listeners:
-            due_listeners.remove(recorded)
-            self._report_loop_values(recorded)
         if not due_listeners:
             return
-        if point not in STEP_POINTS and any([listener.hook.reports_evaluations for listener in due_listeners]):
+        if point not in STEP_POINTS and any(map(REPORTS_EVALUATIONS, due_listeners)):
             loop.has_unreported_evaluation = False
         isolation = self._isolation
         try:
@@ -127,15 +132,22 @@ class HookCalls:
                 isolation.finish_checks()
             except StateMutationError as error:
                 self._hooks.handle_mutation(error, due_listeners[0].hook.name, point.name, loop.step)
-            if point not in STEP_POINTS:
-                self._delivery.deliver(point, loop.epoch, loop.step)
-                isolation.finish_checks()
-            elif self._delivery.urgent.are_waiting and self._delivery.deliver_urgent(loop.epoch):
-                isolation.finish_checks()
+            if point not in STEP_POINTS or self._delivery.urgent.are_waiting:
+                self._deliver(point)
             if self._task.ranks.shards or point not in STEP_POINTS:  # on shards, nearly every hook runs collectives
                 self._hooks.synchronise_failures()
         finally:
             isolation.end_visit()
+
+    def _deliver(self, point: HookPoint) -> None:
+        """Deliver the metrics of an epoch-level point, or those of steps if a hook has asked for it."""
+        loop, delivery, is_delivered = self._state.loop, self._delivery, True
+        if point in STEP_POINTS:
+            is_delivered = delivery.deliver_urgent(loop.epoch)
+        else:
+            delivery.deliver(point, loop.epoch, loop.step)
+        if is_delivered:
+            self._isolation.finish_checks()
 
     def call_within(self, budget: Budget, point: HookPoint, listeners: Sequence[Listener]) -> None:
         """Call the due hooks and time them; a step without any costs only the record of its loss."""

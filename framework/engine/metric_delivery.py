@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -31,6 +30,8 @@ from .log import log
 from .urgent_flags import UrgentFlags
 
 Group = tuple[torch.device, torch.dtype]
+FEW = 8
+"""Metrics of one call up to which tensors in host memory are read one by one."""
 Origin = TypeVar("Origin")
 
 
@@ -55,8 +56,10 @@ class PendingMetrics(Generic[Origin]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, origin: Origin, metrics: Metrics) -> Metrics:
+    def add(self, origin: Origin, metrics: Metrics) -> Mapping[str, Any]:
         """Queue the metrics of one hook call, identified by its ``origin``, and return them with copied tensors.
+
+        Few tensors in host memory are returned as pairs of their number and dtype, for :func:`_with_tensors`.
 
         Raises:
             ValueError: a tensor is not zero-dimensional.
@@ -66,17 +69,36 @@ class PendingMetrics(Generic[Origin]):
             _require_names(metrics)
         leaves: list[Tensor] = []
         copied: dict[str, MetricValue] = {}
-        is_flat = True
+        pairs: dict[str, Any] = {}
+        is_flat, are_few = True, len(metrics) <= FEW
         for name, value in metrics.items():
             kind = type(value)
             if kind is Tensor and not value.ndim and value.dtype.is_floating_point and not value.is_meta:
-                leaves.append(value)
+                # A copy would take three operations on tensors, and each takes 2 to 8 µs after a step.
+                if are_few and value.is_cpu:
+                    number = value.item()
+                    pairs[name], value = (number, value.dtype), number
+                else:
+                    leaves.append(value)
             elif kind is not float:
                 value, is_flat = _copied_value(value, leaves, name), False
             copied[name] = value
         if not leaves:
             self._entries.append((origin, copied, []))
-            return copied
+            return copied | pairs if pairs else copied
+        keys, copies = self._copy(leaves)
+        self._entries.append((origin, copied, keys))
+        if not is_flat:
+            return _substituted(copied, keys, copies) | pairs
+        # The most frequent metrics, numbers and tensors without containers, are replaced without further calls.
+        result: dict[str, Any] = {}
+        remaining_keys = iter(keys)
+        for name, value in copied.items():
+            result[name] = value if type(value) is float else next(copies[next(remaining_keys)])
+        return result | pairs
+
+    def _copy(self, leaves: list[Tensor]) -> tuple[list[Group], dict[Group, Iterator[Tensor]]]:
+        """Queue copies of tensors; return the group of each, and the copies of each group."""
         keys: list[Group] = []
         groups: dict[Group, list[Tensor]] = {}
         for leaf in leaves:
@@ -87,15 +109,7 @@ class PendingMetrics(Generic[Origin]):
             vector = torch.stack(group).detach()
             self._packed.setdefault(key, []).append(vector)
             copies[key] = iter(vector.unbind())
-        self._entries.append((origin, copied, keys))
-        if not is_flat:
-            return _substituted(copied, keys, copies)
-        # The most frequent metrics, numbers and tensors without containers, are replaced without further calls.
-        result: dict[str, MetricValue] = {}
-        remaining_keys = iter(keys)
-        for name, value in copied.items():
-            result[name] = value if type(value) is float else next(copies[next(remaining_keys)])
-        return result
+        return keys, copies
 
     def mark(self) -> "QueueLength":
         """Return the current length of the queue, for :meth:`truncate`."""
@@ -146,6 +160,14 @@ def _substituted(metrics: Metrics, keys: list[Group], values: Mapping[Group, Ite
         return dict(metrics)
     replacements = iter([next(values[key]) for key in keys])
     return {name: _with_numbers(value, replacements) for name, value in metrics.items()}
+
+
+def _with_tensors(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics with tensors in place of pairs of a number and its dtype."""
+    return {
+        name: torch.tensor(value[0], dtype=value[1], device="cpu") if type(value) is tuple else value
+        for name, value in metrics.items()
+    }
 
 
 def _require_names(metrics: object) -> None:
@@ -211,13 +233,8 @@ MOST_ROWS = 1024
 """The largest number of rows in an alert."""
 
 
-@dataclass(slots=True)  # not frozen, since one is created for every call, and a frozen one takes three times as long
-class MetricOrigin:
-    """The origin of a set of metrics."""
-
-    hook: TrainingHook
-    point: HookPoint
-    step: int
+MetricOrigin = tuple[TrainingHook, HookPoint, int]
+"""The origin of a set of metrics: hook, point and step. A plain tuple, since one is created for every call."""
 
 
 def unknown_rows(step: int) -> Tensor | None:
@@ -269,20 +286,20 @@ class MetricDelivery:
         """Return the buffered step metrics as host values by full name, each with their step; they stay buffered."""
         waiting = self._pending_steps.host_values()
         return [
-            (report.step, {f"{report.hook.name}/{name}": value for name, value in values.items()})
-            for report, values in waiting
+            (step, {f"{hook.name}/{name}": value for name, value in values.items()})
+            for (hook, _, step), values in waiting
         ]
 
     def last(self, point: HookPoint | None = None) -> dict[str, Any]:
         """Return the newest metrics of one point, or of all points, by full name."""
-        return dict(self._newest if point is None else self._last[point])
+        return _with_tensors(self._newest if point is None else self._last[point])
 
     def add(self, hook: TrainingHook, point: HookPoint, step: int, metrics: Metrics) -> None:
         """Buffer the metrics of one hook call."""
         if isinstance(metrics, dict) and not metrics:
             return
         pending = self._pending_steps if point in STEP_POINTS else self._pending
-        copies = pending.add(MetricOrigin(hook, point, step), metrics)
+        copies = pending.add((hook, point, step), metrics)
         last, prefix = self._last[point], hook.name + "/"
         for name, value in copies.items():
             last[prefix + name] = self._newest[prefix + name] = value
@@ -313,8 +330,8 @@ class MetricDelivery:
         """Transfer the metrics of an epoch-level point to the host and emit them together."""
         merged: dict[str, Any] = {}
         arrived = self._pending.drain_to_host()
-        for report, values in arrived:
-            merged |= {f"{report.hook.name}/{name}": value for name, value in values.items()}
+        for (hook, _, _), values in arrived:
+            merged |= {f"{hook.name}/{name}": value for name, value in values.items()}
         if merged:
             self._last[point] |= merged
             self._newest |= merged
@@ -339,12 +356,12 @@ class MetricDelivery:
         by_point: dict[HookPoint, dict[str, Series]] = {}
         last_step = 0
         arrived = self._pending_steps.drain_to_host()
-        for report, values in arrived:
-            table = by_point.setdefault(report.point, {})
-            last_step = max(last_step, report.step)
+        for (hook, point, step), values in arrived:
+            table = by_point.setdefault(point, {})
+            last_step = max(last_step, step)
             for name, value in values.items():
-                series = table.setdefault(f"{report.hook.name}/{name}", Series([], []))
-                series.steps.append(report.step)
+                series = table.setdefault(f"{hook.name}/{name}", Series([], []))
+                series.steps.append(step)
                 series.values.append(value)
         for point in sorted(by_point):
             self._emit(by_point[point], epoch, point, last_step)
@@ -353,9 +370,9 @@ class MetricDelivery:
     def _run_checks(self, arrived: list[tuple[MetricOrigin, dict[str, Any]]], epoch: int) -> None:
         """Call ``check`` of every hook for its delivered values, in one isolated call, after the sinks have them."""
         rows_by_hook: dict[TrainingHook, list[tuple[int, dict[str, Any]]]] = {}
-        for report, values in arrived:
-            if type(report.hook).check is not TrainingHook.check:
-                rows_by_hook.setdefault(report.hook, []).append((report.step, values))
+        for (hook, _, step), values in arrived:
+            if type(hook).check is not TrainingHook.check:
+                rows_by_hook.setdefault(hook, []).append((step, values))
         for hook, rows in rows_by_hook.items():
             self._run_hook(hook, "check", rows[-1][0], partial(_check, hook, rows, epoch, self._alerts))
             self._send_alerts()
@@ -384,14 +401,15 @@ class MetricDelivery:
     def state_dict(self) -> dict[str, Any]:
         """Return the buffered metrics, as host values, and the newest ones."""
         pending = self._pending_steps.host_values()
-        waiting = [[report.hook.name, report.point.name, report.step, values] for report, values in pending]
-        return {"waiting": waiting, "last": list(self._last), "newest": self._newest}
+        waiting = [[hook.name, point.name, step, values] for (hook, point, step), values in pending]
+        last, newest = [*map(_with_tensors, self._last)], _with_tensors(self._newest)
+        return {"waiting": waiting, "last": last, "newest": newest}
 
     def load_state_dict(self, state: Mapping[str, Any], hooks: Mapping[str, TrainingHook]) -> None:
         """Restore a state of :meth:`state_dict`, without buffered metrics of hooks that are no longer active."""
         for name, point, step, values in state["waiting"]:
             if name in hooks:
-                self._pending_steps.add(MetricOrigin(hooks[name], HookPoint[point], step), values)
+                self._pending_steps.add((hooks[name], HookPoint[point], step), values)
         self._last = [dict(metrics) for _, metrics in zip(HookPoint, state["last"], strict=True)]
         self._newest = dict(state["newest"])
         self._checked_count = len(self._newest)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
+from loopscope.engine import metric_delivery
 from loopscope.hooks import TrainingHook
 from loopscope.tensors import reductions
 from loopscope.training import Ranks
@@ -54,6 +55,7 @@ class TransferCount(TorchFunctionMode):
         self.undoing.enter_context(Scalars(self.read))
         # so that sums take the way of an accelerator, which reads nothing
         self.undoing.enter_context(patch.object(reductions, "is_readable", lambda tensor: False))
+        self.undoing.enter_context(patch.object(metric_delivery, "FEW", 0))  # likewise, metrics are copied
         for module in (batch_facts, gradient_counts):
             self.undoing.enter_context(patch.object(module, "is_on_host", lambda tensor: False))
         return super().__enter__()

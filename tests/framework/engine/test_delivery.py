@@ -163,6 +163,22 @@ def test_last_metrics_do_not_follow_weight_updates():
     assert all(before != after for before, after in seen)
 
 
+def test_last_metrics_keep_their_tensors() -> None:
+    """A hook reads tensors of the dtypes that another has returned, also where the numbers were read at once."""
+    returned = {"half": torch.tensor(0.1, dtype=torch.bfloat16), "double": torch.tensor(0.1, dtype=torch.float64)}
+    seen: list[dict] = []
+
+    def look(ctx) -> dict:
+        seen.append(dict(ctx.get_last_metrics()))
+        return {"plain": 0.5, **returned}
+
+    train(Case(), [at(SpyHook, HookPoint.POST_STEP)(look)], steps=2)
+    newest = seen[-1]
+    assert newest.pop("spy/plain") == 0.5
+    assert all(torch.equal(newest[f"spy/{name}"], value) for name, value in returned.items())
+    assert [value.dtype for value in newest.values()] == [value.dtype for value in returned.values()]
+
+
 def transfers(hooks: list[SpyHook], loop: str = "epoch", **options) -> int:
     task, state = build(Case(loop=loop), evaluate=lambda model: {}, snapshot_every=100, **options)
     manager = HookManager(hooks, task, state, loop=loop, sinks=[RecordingSink()])
