@@ -163,6 +163,13 @@ class AttachOptions(RunSettings):
         every = self.digest_every
         return step in FIRST_DIGESTS if every is None else bool(every) and step % every == 0
 
+    def next_work(self, step: int) -> int:
+        """Return the first step, from this one on, that a digest, SNAPSHOT or a delivery of metrics may follow."""
+        snapshots = self.snapshot_interval if self.loop == "step" else None
+        intervals = [every for every in (self.log_every, self.digest_every, snapshots) if every]
+        single = [at for at in (*FIRST_DIGESTS, self.length) if at is not None and at >= step]
+        return min([-(-step // every) * every for every in intervals] + single)
+
     def lacks(self, **more: str) -> dict[str, str]:
         """Return the parts that the loop lacks with these options, by the need of a hook, with advice."""
         given = {"needs_loss": self.loss, "needs_loader": self.loader}

@@ -144,9 +144,13 @@ class AttachedLoop:
         self._stored: StoredState | None = None
         self._at_exit: Ending = self.end
         self.is_built = self.is_started = self.is_closed = self._has_ended_training = False
+        self.quiet_until = 0
+        """The first step after which :meth:`after_step` may have work, besides failures of hooks."""
         self._has_noticed_draws = self._has_noticed_unnamed = False
-        self._inner_results: list[Any] | None = None
-        """The results of evaluations within the one in progress, if any."""
+        self._inner_results = list[Any]()
+        """The results of evaluations within the one in progress."""
+        self.is_evaluating = False
+        """Whether an evaluation of a custom loop is in progress."""
         self._digests: DigestLog | None = None
         self._digested = -1, -1  # the epoch and the step of the newest digest
         self.origin: Mapping[str, Any] = {}
@@ -473,6 +477,13 @@ class AttachedLoop:
             loop = self.manager.state.loop
             loop.epoch, loop.step = epoch, step
 
+    @cached_property
+    def _is_quiet(self) -> bool:
+        """Whether only planned work follows steps: no display, no other rank, and nothing that may end the program."""
+        options = self.options
+        may_end = options.stop_after is not None or options.stop_on is not None or bool(self._hooks_that_finish)
+        return not (may_end or self.ranks.are_many) and type(self._progress) is NoProgress
+
     def after_step(self) -> None:
         """Run the work that is due between two steps, then raise the first hook error of the completed step."""
         driver, options = self.driver, self.options
@@ -486,6 +497,7 @@ class AttachedLoop:
             driver.flush_steps()
         self.manager.raise_failures()
         self._stop_if_asked(step)
+        self.quiet_until = options.next_work(step + 1) if self._is_quiet else 0
 
     def _stop_if_asked(self, step: int) -> None:
         """End the program between two steps: after ``stop_after`` steps, or at a finding that ``stop_on`` names.
@@ -621,24 +633,20 @@ class AttachedLoop:
 
         An evaluation within another one is isolated with it, and recorded before it.
         """
-        if self._inner_results is not None:
+        if self.is_evaluating:
             result = function()
             self._inner_results.append(result)
             return result
         inner_results = self._inner_results = list[Any]()
+        self.is_evaluating = True
         try:
             with self.clock.during(EVALUATION):
                 result = self._isolated(function)
         finally:
-            self._inner_results = None
+            self.is_evaluating = False
         for item in (*inner_results, result):
             self._record_result(item)
         return result
-
-    @property
-    def is_evaluating(self) -> bool:
-        """Whether an evaluation of a custom loop is in progress."""
-        return self._inner_results is not None
 
     def _isolated(self, function: Callable[[], Result]) -> Result:
         manager = self.manager

@@ -6,12 +6,13 @@ complete when they are first used, or when the loop reports it; it ends after th
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property, partial, wraps
+from itertools import zip_longest
+from operator import attrgetter
 from threading import get_ident
-from types import FrameType
+from types import FrameType, NoneType
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,6 +50,7 @@ CLEARED = 3
 """Steps with gradients that were cleared before the update, from which on they are reported."""
 UNUSED = 64
 """Backward passes without any update, from which on they are reported while gradients are cleared; at the end three."""
+GRADIENT = attrgetter("grad")
 ADVICE = "iterate over scope.batches(loader) and call scope.backward(loss) in place of loss.backward()"
 
 
@@ -68,9 +70,10 @@ class HookCallSwitch:
     # A class, since it is entered several times per step and a generator-based context manager is slower.
     is_on = False
 
-    def is_entered(self) -> bool:
-        """Return whether a hook is being called."""
-        return self.is_on
+    @property
+    def is_entered(self) -> Callable[[], bool]:
+        """A function that returns whether a hook is being called."""
+        return partial(getattr, self, "is_on")  # without a call of a Python function
 
     def __enter__(self) -> None:
         self.is_on = True
@@ -203,8 +206,8 @@ class CustomLoop(Transient):
         self._used: set[str] = set()
         """The calls that the loop has used, and the sentences that were shown."""
         self._is_in_backward = self._is_given_up = False
-        self._gradients: list[tuple[Any, Any, int]] | None = None
-        """The parameters with their gradients, and the versions of these, before the backward pass in progress."""
+        self._gradients: tuple[list[Any], list[Any], list[int]] | None = None
+        """The parameters, and their gradients with the versions of these, before the backward pass in progress."""
         self._nested_passes = 0
         self._was_shown = False
         """Whether hooks have received the loss of the pass in progress."""
@@ -214,8 +217,12 @@ class CustomLoop(Transient):
         self._lost = 0  # steps whose gradients were cleared between their micro-batches
         self._passes = 0
         """The passes since the last update that have reached the parameters."""
-        self._divisor, self._divisors = 1.0, set[float]()
-        """The number by which the loop has divided the loss of the newest pass, and those of these passes."""
+        self._divisor, self._divisors = 0.0, set[float]()
+        """The number by which the loop has divided the loss of the newest pass, and those of these passes.
+
+        They are read after the first pass that was forgotten, and are 0 before.
+        """
+        self._reads_divisors = False
         self._evaluates_in_train_mode = False  # the newest pass without gradients since the last step
         self._scaled: Tensor | None = None
         self._scale: Tensor | None = None
@@ -300,10 +307,22 @@ class CustomLoop(Transient):
             if attached.manager.counts_epochs:  # in the step loop, sums continue across epochs
                 with self._hook_calls:
                     self._driver.begin_epoch(snapshot_follows=True)
-        self._add_batches(batch, others)
+        step = self._step if self._step.phase is BETWEEN_STEPS else self._continued_step()
+        step.batches += (batch, *others)
+        step.has_new_batch = True
+        if step.phase is not BETWEEN_STEPS:
+            self._driver.loop.batch = self._batch
+            self._mark((FORWARD, self._now()))
+            return
+        step.phase, hook_calls = IN_STEP, self._hook_calls
+        hook_calls.is_on = True
+        try:
+            self._driver.begin_step(self._batch if others or self._accumulate > 1 else batch, self._index)
+        finally:
+            hook_calls.is_on = False
 
-    def _add_batches(self, batch: Batch, others: Sequence[Batch]) -> None:
-        """Start a step on micro-batches, or add them to the open one."""
+    def _continued_step(self) -> "Step":
+        """Return the open step, for its next micro-batch, or a new one if the loop has dropped its batch."""
         step = self._step
         if len(step.returned) >= len(step.batches):
             step.has_new_batch = False
@@ -311,16 +330,7 @@ class CustomLoop(Transient):
             del step.batches[-1]
         elif step.has_new_batch:
             self._cancel_step()
-            step = self._step
-        step.batches += [batch, *others]
-        step.has_new_batch = True
-        if step.phase is not BETWEEN_STEPS:
-            self._driver.loop.batch = self._batch
-            self._clock.enter(FORWARD)
-            return
-        step.phase = IN_STEP
-        with self._hook_calls:
-            self._driver.begin_step(self._batch, self._index)
+        return self._step
 
     def note_batch(self, batch: Batch) -> None:
         """Note a batch of the loop; one without data, such as indices, is replaced by the arguments of the pass.
@@ -372,20 +382,19 @@ class CustomLoop(Transient):
             return
         self._passed, self.thread = batch, get_ident()
         is_next = step.phase in (BETWEEN_STEPS, IN_STEP) or bool(step.stepped and not self._is_stepping())
-        if train and is_next and self._is_observable and not self._has_other_weights:
+        attached = self._attached
+        is_ours = self._hook_calls.is_on or attached.is_closed or attached.is_evaluating or self._is_in_backward
+        if train and is_next and not is_ours and step.evaluations <= 1:
+            # A pass with other weights in the model's place, such as an inner step of ``functional_call``: hooks see
+            # the model after it, since the step begins with the backward pass.
+            weights, name = self._first_weight
+            weight = weights.get(name)
+            if weight is not None and not weight.is_leaf:
+                return
             if step.is_counted:
                 self._drop_cleared_passes()
-            self._open_step()
-
-    @property
-    def _has_other_weights(self) -> bool:
-        """Whether a pass uses other weights in the model's place, such as the inner steps of ``functional_call``.
-
-        Hooks see the model after it: the step begins with the backward pass.
-        """
-        weights, name = self._first_weight
-        weight = weights.get(name)
-        return weight is not None and not weight.is_leaf
+            self._passed = NO_ROWS
+            self.micro_batch(batch, None)
 
     @cached_property
     def _first_weight(self) -> tuple[Mapping[str, Any], str]:
@@ -409,7 +418,9 @@ class CustomLoop(Transient):
         if self._is_in_backward:  # that of a checkpointed part, within the pass of the loss
             self._nested_passes += 1
             return
-        if not self._is_observable:
+        attached = self._attached
+        is_ours = self._hook_calls.is_on or attached.is_closed or attached.is_evaluating
+        if is_ours or self._step.evaluations > 1:
             return
         if self._step.phase is UPDATING:
             self._end_failed_update()
@@ -423,7 +434,8 @@ class CustomLoop(Transient):
             with self._hook_calls:
                 self._driver.before_backward(roots[0], is_scaled=roots[0] is self._scaled)
         self._is_in_backward, self._gradients = True, self._read_gradients()
-        self._divisor = last_divisor(roots[0]) if is_loss else 1.0
+        if self._reads_divisors:
+            self._divisor = last_divisor(roots[0]) if is_loss else 1.0
         self._mark((BACKWARD, self._now()))
 
     def _reaches(self, loss: Tensor) -> bool:
@@ -447,18 +459,16 @@ class CustomLoop(Transient):
         if self._nested_passes:
             self._nested_passes -= 1
             return
-        before, self._gradients = self._gradients, None
-        if before is None:
+        gradients, self._gradients = self._gradients, None
+        if gradients is None:
             return
         self._mark((OTHER, self._now()))
         self._is_in_backward = False
         scaled, self._scaled = self._scaled, None
         step = self._step
-        if not (self._note_reached(before) or step.stepped_in_backward):
-            is_of_shards = step.has_new_batch and bool(self._driver.task.ranks.shards)  # which keep gradients elsewhere
-            if not is_of_shards:
-                self._drop_shown_pass()
-                return
+        if not (self._note_reached(*gradients) or step.stepped_in_backward or self._has_gradients_elsewhere):
+            self._drop_shown_pass()
+            return
         self._was_shown = False
         if step.phase is BETWEEN_STEPS and not (step.has_closure or self._has_batches):
             self._open_step()
@@ -472,11 +482,20 @@ class CustomLoop(Transient):
         self._passes += 1
         self._divisors.add(self._divisor)
         if len(roots) == 1 and roots[0].numel() == 1:
-            step.losses.append(_number(roots[0], self._scale if roots[0] is scaled else None))
-        self._after_pass()
+            loss = roots[0].detach()
+            is_plain = not loss.ndim and scaled is None
+            step.losses.append(loss if is_plain else _number(loss, self._scale if roots[0] is scaled else None))
+        step.has_new_batch = False
+        if self.arguments is not None:
+            self.arguments.arm()
         if step.stepped_in_backward:
             self._gradients_complete()
             self._end_step(skipped=False)
+
+    @property
+    def _has_gradients_elsewhere(self) -> bool:
+        """Whether a pass of the step may leave its gradients in shards, and not at the parameters."""
+        return self._step.has_new_batch and bool(self._driver.task.ranks.shards)
 
     def _drop_shown_pass(self) -> None:
         """Let the next pass replace the one that hooks were shown, which has failed or was of another model."""
@@ -519,22 +538,19 @@ class CustomLoop(Transient):
     def _parameters(self) -> list[Any]:
         return [item for optimizer in self._optimizers for group in optimizer.param_groups for item in group["params"]]
 
-    def _read_gradients(self) -> list[tuple[Any, Any, int]]:
-        # Loops instead of comprehensions, which were functions until Python 3.12.
-        gradients = []
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    gradient = parameter.grad
-                    gradients.append((parameter, gradient, 0 if gradient is None else gradient._version))
-        for parameter in self.copied:
-            gradient = parameter.grad
-            gradients.append((parameter, gradient, 0 if gradient is None else gradient._version))
-        return gradients
+    def _read_gradients(self) -> tuple[list[Any], list[Any], list[int]]:
+        """Return the parameters, and their gradients with the versions of these; no versions if there are none."""
+        groups = self._optimizers[0].param_groups
+        is_one_list = len(groups) == 1 and len(self._optimizers) == 1 and not self.copied
+        parameters = groups[0]["params"] if is_one_list else [*self._parameters, *self.copied]
+        gradients = [*map(GRADIENT, parameters)]
+        if {*map(type, gradients)} == {NoneType}:  # nearly always, since zero_grad() removes them
+            return parameters, gradients, []
+        return parameters, gradients, [0 if gradient is None else gradient._version for gradient in gradients]
 
-    def _note_reached(self, before: list[tuple[Any, Any, int]]) -> bool:
+    def _note_reached(self, parameters: list[Any], gradients: list[Any], versions: list[int]) -> bool:
         """Return whether a pass has changed the gradient of a parameter, which is noted."""
-        for parameter, gradient, version in before:
+        for parameter, gradient, version in zip_longest(parameters, gradients, versions):
             now = parameter.grad
             if now is not None and (now is not gradient or now._version != version):
                 self._probe = parameter, now, now._version
@@ -555,6 +571,7 @@ class CustomLoop(Transient):
         step = self._step
         if step.phase is IN_STEP and step.is_counted and step.losses and self._is_cleared:
             newest = step.batches[-1] if step.has_new_batch or self._has_batches else NO_ROWS
+            self._reads_divisors = True
             self._cancel_step()
             self._others.watch()
             self._report_missing_update(UNUSED)
@@ -584,7 +601,7 @@ class CustomLoop(Transient):
         Passes with cleared gradients may also be those of an attack or of another loss. They are micro-batches if the
         loop divides the loss of each by their number.
         """
-        if self._passes > len(self._step.losses) and self._divisors == {self._passes}:
+        if self._divisors - {0.0} == {self._passes}:
             self._lost += 1
             if self._lost == CLEARED:
                 count = self._passes
@@ -690,14 +707,16 @@ class CustomLoop(Transient):
         if not (isinstance(loss, Tensor) and loss.requires_grad and not loss.ndim):
             _check_loss(loss)
         if self._step.evaluations:  # within a closure, whose first evaluation is recorded when it returns
-            if self._step.evaluations == 1:
+            if self._step.evaluations == 1 and self._driver.backward_callback is not None:
                 self._before_backward(loss)
             self._run_backward(loss, options)
             return
-        self._drop_cleared_passes()
+        if self._step.is_counted:
+            self._drop_cleared_passes()
         if self._step.phase is not IN_STEP:
             self._require_open_step("scope.backward(loss)")
-        self._before_backward(loss)
+        if self._driver.backward_callback is not None:
+            self._before_backward(loss)
         self._run_backward(loss, options)
         step = self._step
         step.calls += 1
@@ -800,41 +819,38 @@ class CustomLoop(Transient):
 
     def _before_backward(self, loss: Tensor) -> None:
         """Call hooks before the next pass; an Accelerator divides the loss by the number of micro-batches itself."""
-        if self._driver.backward_callback is None:
-            return
         count = 1 if self._accelerator is None else self._accelerator.gradient_accumulation_steps
         with self._hook_calls:
             self._driver.before_backward(loss, divisor=count)
 
     def _run_backward(self, loss: Tensor, options: dict[str, Any]) -> None:
         self._is_in_backward = True
-        self._clock.enter(BACKWARD)
+        self._mark((BACKWARD, self._now()))
         try:
             owner = self._driver.task if self._accelerator is None else self._accelerator
             owner.backward(loss, **options)
         finally:
-            self._clock.enter(OTHER)
+            self._mark((OTHER, self._now()))
             self._is_in_backward = False
 
     def record_loss(self, loss: Tensor, *, complete: bool) -> None:
         """Record the detached loss of a micro-batch after its backward pass; ``complete`` if it is the step's last."""
         self._step.losses.append(loss)
-        self._after_pass()
-        if complete:
-            self._gradients_complete()
-
-    def _after_pass(self) -> None:
-        """Wait for the pass of the next micro-batch."""
         self._step.has_new_batch = False
         if self.arguments is not None:
             self.arguments.arm()
+        if complete:
+            self._gradients_complete()
 
     def run_deferred_work(self) -> None:
         """Run the work after a step, which waits until the loop has stepped its schedulers."""
         if self._has_deferred_work:
             self._has_deferred_work = False
-            with self._hook_calls:
-                self._attached.after_step()
+            attached = self._attached
+            is_quiet = self._driver.loop.step < attached.quiet_until
+            if not is_quiet or attached.manager.hooks.failures.pending is not None:
+                with self._hook_calls:
+                    attached.after_step()
 
     @property
     def is_in_hook(self) -> bool:
@@ -954,16 +970,22 @@ class CustomLoop(Transient):
             step.losses = step.losses or step.returned
             self._leave_out_tapping()
         losses = step.losses
-        self._note_lost_passes()
+        if self._passes > len(losses):
+            self._note_lost_passes()
         # Without a loss the loop computes gradients itself, and has called gradients_ready() without one.
         loss = (losses[0] if len(losses) == 1 else torch.stack(losses).sum()) if losses else None
         if step.phase is IN_STEP:
             step.phase = COMPLETE
-        if self._is_new("first gradients"):
+        if "first gradients" not in self._used:
+            self._used.add("first gradients")
             self._check_first_gradients()
         if self._scaler is None:
-            with self._hook_calls:
+            hook_calls = self._hook_calls
+            hook_calls.is_on = True
+            try:
                 self._driver.after_backward(loss)
+            finally:
+                hook_calls.is_on = False
             return
         unscaled = unscaled_gradients(self._driver.task, scales_back=self._attached.keeps_gradients)
         with self._hook_calls, unscaled as skipped:
@@ -1004,26 +1026,42 @@ class CustomLoop(Transient):
             )
             return None
         step = self._step
-        has_gradients = step.phase is COMPLETE or step.is_counted or bool(step.losses)
-        # With gradients that were computed before, a closure such as ``lambda: loss`` only returns the loss.
-        if not has_gradients and any(item is not None for item in (*inputs[1:], *options.values())):
-            return self._begin_closure_step(inputs, options)
-        if step.phase is not COMPLETE:
+        if step.phase is IN_STEP and step.is_counted:
+            if self._is_cleared:
+                self._note_cleared()
+            self._gradients_complete()
+        elif step.phase is not COMPLETE:
+            has_gradients = step.is_counted or bool(step.losses)
+            # With gradients that were computed before, a closure such as ``lambda: loss`` only returns the loss.
+            if not has_gradients and any(item is not None for item in (*inputs[1:], *options.values())):
+                return self._begin_closure_step(inputs, options)
             self._complete_at_update(has_passes=has_gradients)
+        self._begin_update(index, optimizer)
+        return None
+
+    def _begin_update(self, index: int, optimizer: Optimizer) -> None:
+        """Call hooks before the update of an optimizer whose gradients are complete."""
         if index in self._step.stepped:  # this optimizer starts another step, in which the others did not take part
             self._end_step(skipped=False)
         if self._step.stepped:  # another optimizer of the same step has stepped, and hooks have seen the gradients
-            return None
+            return
         if self._step.phase is not COMPLETE:
             self._begin_bare_step()
         if self._step.phase is COMPLETE or self._is_bare:
             self._step.phase = UPDATING
-            scales = self._scaler is not None and vars(optimizer).get("grad_scale") is not None
-            task, attached = self._driver.task, self._attached
-            unscaled = unscaled_gradients(task, scales_back=attached.keeps_gradients) if scales else nullcontext()
-            with self._hook_calls, unscaled:
+            if self._scaler is not None and vars(optimizer).get("grad_scale") is not None:
+                with (
+                    self._hook_calls,
+                    unscaled_gradients(self._driver.task, scales_back=self._attached.keeps_gradients),
+                ):
+                    self._driver.before_update()
+                return
+            hook_calls = self._hook_calls
+            hook_calls.is_on = True
+            try:
                 self._driver.before_update()
-        return None
+            finally:
+                hook_calls.is_on = False
 
     @property
     def _can_open_step(self) -> bool:
@@ -1059,21 +1097,18 @@ class CustomLoop(Transient):
         self._gradients_complete()
 
     def _complete_at_update(self, *, has_passes: bool) -> None:
-        """Complete the gradients of a step at their first use, its update; not those of an earlier step."""
+        """Complete the gradients of a step without observed passes at its update; not those of an earlier step."""
         if not has_passes:
             self._complete_own_gradients()
             return
         if self._step.phase is not IN_STEP:
             return
-        if not self._step.is_counted:
-            self._warn_once(
-                "short",
-                f"optimizer.step() was called after only {self._step.calls} of {self._accumulate} micro-batches, so "
-                "hooks at POST_BACKWARD saw the gradients accumulated until then; call "
-                "scope.backward(loss, last=True) for the last micro-batch of a shorter step.",
-            )
-        elif self._is_cleared:
-            self._note_cleared()
+        self._warn_once(
+            "short",
+            f"optimizer.step() was called after only {self._step.calls} of {self._accumulate} micro-batches, so "
+            "hooks at POST_BACKWARD saw the gradients accumulated until then; call "
+            "scope.backward(loss, last=True) for the last micro-batch of a shorter step.",
+        )
         self._gradients_complete()
 
     def after_update(self, index: int) -> None:
@@ -1094,8 +1129,12 @@ class CustomLoop(Transient):
             self._end_step(skipped=False)
 
     def _end_step(self, *, skipped: bool) -> None:
-        with self._hook_calls:
+        hook_calls = self._hook_calls
+        hook_calls.is_on = True
+        try:
             self._driver.after_update(skipped=skipped)
+        finally:
+            hook_calls.is_on = False
         self._step, self._evaluates_in_train_mode = Step(), False
         self._passes, self._divisors = 0, set()
         if self.arguments is not None and not self._is_bare:

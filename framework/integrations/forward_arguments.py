@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
+from inspect import CO_VARKEYWORDS, signature
 from typing import Any
 
 import torch
@@ -37,12 +37,14 @@ class ForwardArguments(Transient):
         is_in_hook: Callable[[], bool],
         note_evaluation: Callable[[bool], None] | None = None,
     ) -> None:
-        self._modules, self._ids = modules, frozenset(map(id, modules))  # which are alive as long as this object
+        self._modules = modules  # which are alive as long as this object
+        self._forwards = {id(module): _with_one_argument(module) for module in modules}
         self._receive, self._is_in_hook = receive, is_in_hook
         self._note_evaluation = note_evaluation
         self._handle: Any = None
         self._hooks: dict[int, Any] | None = None
         """torch's table of the hooks of all modules, once this object has been one."""
+        self._key = 0  # in this table
         self._is_armed = self._has_received = self._is_given_up = False
         # OptimizedModule has no public name and takes seconds to import.
         wrappers = [module for module in modules if type(module).__module__ == "torch._dynamo.eval_frame"]
@@ -56,17 +58,17 @@ class ForwardArguments(Transient):
             return
         self._is_armed = True
         with VISITS:
-            if self._compiled is not None:
+            if self._hooks is not None:
+                # A new handle would let the tripwire count all hooks of the model again, in every step.
+                self._hooks[self._key] = self
+            elif self._compiled is not None:
                 self._compiled.install()
             elif self._wrapper is not None:
                 hook = InternalFunction(self._note)
                 self._handle = self._wrapper.register_forward_pre_hook(hook, with_kwargs=True)
-            elif self._hooks is None:
-                self._handle = register_module_forward_pre_hook(self)
-                self._hooks = self._handle.hooks_dict_ref()
             else:
-                # A new handle would let the tripwire count all hooks of the model again, in every step.
-                self._hooks[self._handle.id] = self
+                self._handle = register_module_forward_pre_hook(self)
+                self._hooks, self._key = self._handle.hooks_dict_ref(), self._handle.id
 
     def receive_by(self, receive: Receiver) -> None:
         """Replace the receiver."""
@@ -78,10 +80,10 @@ class ForwardArguments(Transient):
         # A compiled function stays replaced: an attribute of the model should not change in each step.
         if is_armed and self._compiled is None:
             with VISITS:
-                if self._hooks is None:
-                    self._handle.remove()
+                if self._hooks is not None:
+                    self._hooks.pop(self._key, None)
                 else:
-                    self._hooks.pop(self._handle.id, None)
+                    self._handle.remove()
 
     def stop(self) -> None:
         """Wait no longer, and leave no function around a compiled one."""
@@ -95,12 +97,11 @@ class ForwardArguments(Transient):
             self._is_given_up = True
             self.disarm()
         self._has_received = False
-        if not self._is_armed:
-            self.arm()
+        self.arm()
 
     def receive(self, batch: Any, *, train: bool) -> None:
         """Pass on the arguments of a pass that has begun before this object was armed."""
-        if train:
+        if train and self._is_armed:
             self.disarm()
         self._receive(batch, train=train)
         if train and self._is_armed:  # the pass has ended the step before, which has armed this object
@@ -113,7 +114,12 @@ class ForwardArguments(Transient):
             return
         if torch._C._functorch.peek_interpreter_stack() is not None:  # within torch.func, with wrapped tensors
             return
-        if id(module) in self._ids:
+        if id(module) not in self._forwards:
+            return
+        takes_one = self._forwards[id(module)] is type(module).forward and "forward" not in vars(module)
+        if takes_one and len(inputs) == 1 and torch.is_grad_enabled() and not self._is_in_hook():
+            self.receive(inputs[0], train=module.training)
+        else:
             # torch has no hook of all modules with keyword arguments; its Module._call_impl has them under this name.
             self._note(module, inputs, sys._getframe(1).f_locals.get("kwargs", {}))
 
@@ -151,6 +157,18 @@ class _CompiledCall(Transient):
         self._note(self._module, inputs, options)
         assert self._call is not None
         return self._call(*inputs, **options)
+
+
+def _with_one_argument(module: nn.Module) -> Any:
+    """Return the forward function of a module's class if it takes one argument only, ``None`` otherwise.
+
+    A call of it with one argument has none by name.
+    """
+    forward: Any = type(module).forward
+    code = getattr(forward, "__code__", None)
+    if code is None or hasattr(forward, "__wrapped__") or code.co_argcount != 2:
+        return None
+    return None if code.co_kwonlyargcount or code.co_flags & CO_VARKEYWORDS else forward
 
 
 def arguments_of(module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:

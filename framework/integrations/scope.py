@@ -198,15 +198,15 @@ class Scope(AttachedScope):
         steps = steps_in(loader, self._loop.accumulation)
         if isinstance(loader, Loader):
             loader = loader.batches(*self._loop.next_position())
-        is_empty, clock = True, self._attached.clock
+        is_empty, clock, loop = True, self._attached.clock, self._loop
         clock.enter(DATA)
         for batch in loader:
             is_empty = False
-            if self._loop.arguments is not None:
-                self._loop.note_batch(batch)
-            self._loop.micro_batch(batch, steps)
+            if loop.arguments is not None:
+                loop.note_batch(batch)
+            loop.micro_batch(batch, steps)
             yield batch
-            clock.enter(DATA)
+            clock.mark((DATA, clock.now()))
         clock.enter(BETWEEN)
         if is_empty and not self._attached.place:
             self._loop.report_no_batches()

@@ -36,6 +36,23 @@ def test_schedule_selects_the_steps_of_hooks(tmp_path):
     assert [step for _, _, step in spy.seen] == [1, 3, 5]
 
 
+@pytest.mark.parametrize("digests", [None, 0, 7])
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_steps_without_work_are_skipped(loop, digests):
+    """Between two steps with work, no digest, SNAPSHOT or delivery is due."""
+    options = AttachOptions(loop=loop, log_every=6, snapshot_every=20, digest_every=digests, length=50)
+
+    def has_work(step: int) -> bool:
+        is_snapshot = loop == "step" and options.is_due(step)
+        return options.is_digest_due(step) or is_snapshot or step % options.log_every == 0
+
+    for step in range(1, 130):
+        following = options.next_work(step)
+        assert following >= step
+        assert not any(map(has_work, range(step, following)))
+    assert options.next_work(61) == (63 if digests else 66)
+
+
 def test_sinks_are_created_by_name(tmp_path):
     """The CSV and JSONL files of an attached loop contain the metrics."""
     parts = Parts(Loop())
