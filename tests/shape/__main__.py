@@ -24,7 +24,7 @@ LIMITS_OF_ROOMS = {
     "low precision": 1_800,
     "laws": 4_000,
     "watched scripts": 1_900,
-    "policies": 1_000,
+    "policies": 1_250,
     "comparisons of commands": 600,
     "budget": 400,
     "compiled models": 500,

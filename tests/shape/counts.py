@@ -34,6 +34,7 @@ ROOMS = {
     "policies": (
         *("doctor/detectors/policies.py", "doctor/detectors/policy_losses.py", "doctor/policy_numbers.py"),
         *("doctor/senses/policy_graph.py", "doctor/senses/episodes.py", "doctor/senses/divergences.py"),
+        "doctor/senses/reference_sides.py",
     ),
     "comparisons of commands": ("cli/equal", "sequential_test.py", "student_t.py"),
     "budget": ("engine/budget.py", "runs/budgets.py"),

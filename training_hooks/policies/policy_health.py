@@ -5,12 +5,21 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.doctor.senses import EPISODES, MOST_PARTS, PolicyTerms, policy_terms, variables_with
+from loopscope.doctor.senses import (
+    EPISODES,
+    MOST_PARTS,
+    PolicyTerms,
+    policy_terms,
+    variables_of_callers,
+    variables_with,
+)
 from loopscope.errors import require
 from loopscope.hooks import BackwardContext, Metrics
 from torch import Tensor
 
 from .policy_measures import Measures, measures_of
+from .rollouts import returns_through_ends
+from .trained_references import TrainedReferences
 from .value_targets import ValueTargets
 
 EARLY_STEPS = (2, 3, 5, 10)
@@ -19,6 +28,8 @@ MOST_MISSES = 5
 """Measured steps without a policy or values, after which only one in ten is inspected."""
 MOST_SIGN_CHECKS = 5
 """Measured steps at which variables of the script are inspected."""
+MOST_ROLLOUT_CHECKS = 20
+"""Measured steps at which returns of the script are compared with its rewards."""
 LEAST_KNOWN = 16
 """Actions from which their advantages are compared with the rewards that followed."""
 NAMES_OF_ADVANTAGES = re.compile(
@@ -61,6 +72,13 @@ class PolicyHealth(TrainingHook):
             | Far above entropy_early: completions end in noise. Near 0: they end in repetitions.
         entropy_sign | 1 if the loss rises with the entropy, −1 if it falls; reported for losses with an entropy
             | {−1, 1} | 1: the entropy bonus has the wrong sign, so that exploration is punished.
+        divergence_sign | 1 if the loss rises with a divergence of the policy from constant probabilities, −1 if it
+            falls; reported for losses with such a penalty | {−1, 1} | −1: the penalty has the wrong sign.
+        reference_learns | 1 if a loss with two models, of which one gives targets to the other, has changed the weights
+            of both; reported if the gradient reaches both | {0, 1} | 1: the teacher or the reference is trained.
+        returns_through_ends | 1 if returns or advantages in variables of the script follow the same recursion at the
+            ends of episodes as elsewhere, 0 if not; reported if the recursion is known | {0, 1}
+            | 1: the mask of ended episodes is missing.
         approx_kl | mean of r − 1 − ln r, an estimate (k3) of the divergence of the old policy from the new one | [0, ∞)
             | Above 0.05: the updates on one rollout go far. 0 at all steps: the old policy is the new one.
         approx_kl_error | standard error of approx_kl | [0, ∞) | Of the size of approx_kl: take larger batches.
@@ -116,6 +134,8 @@ class PolicyHealth(TrainingHook):
     _measures = Remembered(list[Measures], saved=False)
     _misses = Remembered(int, saved=False)
     _sign_checks = Remembered(int, saved=False)
+    _references = Remembered(TrainedReferences, saved=False)
+    _rollout_checks = Remembered(int, saved=False)
     _values = Remembered(ValueTargets, saved=False)
 
     def __init__(self, *, interval: int = 7) -> None:
@@ -128,6 +148,11 @@ class PolicyHealth(TrainingHook):
             return
         terms = policy_terms(ctx.loss)
         measures = measures_of(terms) | self._values.measures_of(terms, ctx)
+        if terms.is_policy and self._rollout_checks < MOST_ROLLOUT_CHECKS and ctx.index == 0:
+            found = returns_through_ends([*variables_of_callers()])
+            self._rollout_checks += bool(found)
+            measures |= found
+        measures |= self._references.measures_of(ctx.loss)
         self._misses = 0 if measures else self._misses + 1
         if terms.weighted:
             measures |= self._sign_measures(terms)

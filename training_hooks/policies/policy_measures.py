@@ -27,6 +27,8 @@ def measures_of(terms: PolicyTerms) -> Measures:
     found |= _advantage_measures(terms.weighted, mask)
     if terms.entropy_sign:
         found["entropy_sign"] = terms.entropy_sign
+    if len(terms.divergence_signs) == 1:
+        (found["divergence_sign"],) = map(float, terms.divergence_signs)
     if terms.preferences is not None:
         found |= preference_measures(terms.preferences)
     if terms.regressed and not any(one.has_picked for one in terms.regressed):

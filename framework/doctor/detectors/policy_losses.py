@@ -17,6 +17,12 @@ def least(history: History, metric: str) -> RuleValue:
     return RuleValue(float(np.min(curve.values)) if len(curve) >= 3 else 0.0, curve.first_step)
 
 
+def opposite(history: History, metric: str) -> RuleValue:
+    """Return the least value of all checks, after the first of them, with the other sign."""
+    curve = history.curve(metric)
+    return RuleValue(float(np.min(-curve.values)) if len(curve) >= 3 else 0.0, curve.first_step)
+
+
 class PolicyLossSign(Detector):
     """Finds a policy loss without its minus sign, which makes good actions less probable.
 
@@ -77,6 +83,90 @@ class EntropyBonusSign(Rule):
     why = "The loss rises with the entropy of the policy, so that training makes the policy certain as early as it can."
     remedy = "Subtract the entropy from the loss: loss - coefficient * entropy.mean()."
     usual = "-1"
+    confidence = 0.9
+
+
+class DivergencePenaltySign(Rule):
+    """Finds a penalty of the divergence from a reference that is subtracted from the loss instead of added.
+
+    Symptom: The outputs of a policy become nonsense, longer or alike
+
+    The loss falls with the divergence of the policy from fixed probabilities, so that training drives it away from
+    them. Add the penalty to the loss.
+
+    Applies to: losses of policies with the estimates exp(log q - log p) - 1 - log q + log p or (log p - log q)²/2, or
+    with the divergence of a categorical distribution from a constant one, or the reverse
+
+    Source: Shao et al., arXiv 2402.03300, equations 3 and 4; Schulman et al., arXiv 1707.06347, equation 8
+    """
+
+    name = "divergence-penalty-sign"
+    stage = "set-up"
+    needs = ()
+    read = staticmethod(opposite)
+    metric = f"{HEALTH}/divergence_sign"
+    why = (
+        "The loss falls with the divergence of the policy from its reference, so that training drives the policy away "
+        "from it."
+    )
+    remedy = "Add the penalty to the loss: loss + beta * divergence.mean()."
+    usual = "1"
+    confidence = 0.9
+
+
+class ReturnsThroughEnds(Rule):
+    """Finds returns or advantages that continue through the ends of episodes.
+
+    Symptom: The reward of a policy does not rise, or falls
+
+    The recursion from the next step to this one, such as R = r + gamma * R, does not stop where an episode ends, so
+    that actions get the rewards of the episodes after theirs. Multiply what follows by 1 - done.
+
+    Applies to: rollouts of 16 steps or more, with rewards, ends, and returns or advantages (and values, if they are
+    used) in variables of the script, or in attributes or entries of them, under usual names
+
+    Source: Sutton and Barto, Reinforcement Learning, section 3.3; Schulman et al., arXiv 1506.02438, equation 16
+    """
+
+    name = "returns-through-ends"
+    stage = "set-up"
+    needs = ()
+    read = staticmethod(least)
+    metric = f"{HEALTH}/returns_through_ends"
+    severity = "critical"
+    why = (
+        "Returns or advantages continue through the ends of episodes: at each end they follow from the next row, which "
+        "belongs to another episode."
+    )
+    remedy = "Multiply the next value, and what the recursion carries, by 1 - done of the step."
+    confidence = 0.95
+
+
+class TrainedReference(Rule):
+    """Finds a teacher or a reference that the loss trains.
+
+    Symptom: The outputs of a policy become nonsense, longer or alike
+
+    The gradient reaches the model that gives the targets, and its weights change: it moves towards the model that
+    should learn from it. Compute its outputs under torch.no_grad(), and leave its parameters out of the optimizer.
+
+    Applies to: divergences from a teacher whose parameters nothing else in the loss reaches, preferences as in DPO, and
+    ratios to a reference; the two models share no parameters
+
+    Source: Hinton et al., arXiv 1503.02531; Rafailov et al., arXiv 2305.18290
+    """
+
+    name = "trained-reference"
+    stage = "set-up"
+    needs = ()
+    read = staticmethod(least)
+    metric = f"{HEALTH}/reference_learns"
+    severity = "critical"
+    why = (
+        "The loss trains the teacher or the reference, too: its gradient reaches the model that gives the targets, and "
+        "the weights of this model change."
+    )
+    remedy = "Compute its outputs under torch.no_grad(), and give the optimizer the parameters of the other model only."
     confidence = 0.9
 
 

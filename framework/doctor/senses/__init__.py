@@ -3,12 +3,13 @@
 from .autograd_nodes import leaves_of
 from .backward_passes import BackwardPass
 from .backward_recorder import BackwardRecorder
-from .caller_variables import variables_with
+from .caller_variables import variables_of_callers, variables_with
 from .episodes import EPISODES, Episodes, note_environment
 from .evaluation_dropout import ActiveDropout, DropoutCalls, EvaluationDropout
 from .evaluation_modes import EvaluationModes
 from .loss_graph import last_divisor, reaches
 from .policy_graph import MOST_PARTS, LogProbs, PolicyTerms, Regressed, Weighted, policy_terms, sampled_rows
+from .reference_sides import trained_sides
 from .target_losses import token_likelihoods
 
 __all__ = [
@@ -32,5 +33,7 @@ __all__ = [
     "reaches",
     "sampled_rows",
     "token_likelihoods",
+    "trained_sides",
+    "variables_of_callers",
     "variables_with",
 ]

@@ -1,6 +1,7 @@
 """The variables of a training script that hold a tensor of its loss."""
 
 import sys
+from collections.abc import Iterator
 from inspect import CO_OPTIMIZED
 from types import FrameType
 from typing import Any
@@ -17,17 +18,20 @@ def variables_with(values: Tensor) -> list[str]:
     The tensor is the same object in memory, or a number of equal value; temporary results have no name.
     """
     number = float(values) if values.numel() == 1 and values.device.type == "cpu" else None
-    names = []
+    return [name for name, item in variables_of_callers() if _is_same(item, values, number)]
+
+
+def variables_of_callers() -> Iterator[tuple[str, Any]]:
+    """Yield names and values of the variables of calling functions, outside of torch and loopscope."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not str(frame.f_globals.get("__name__", "")).startswith(OWN):
             variables = frame.f_locals
-            names += [name for name, item in [*variables.items()] if _is_same(item, values, number)]
+            yield from [*variables.items()]
             # Up to Python 3.12 a function's frame keeps this copy, and with it all tensors in it.
             if type(variables) is dict and frame.f_code.co_flags & CO_OPTIMIZED:
                 variables.clear()
         frame = frame.f_back
-    return names
 
 
 def _is_same(item: Any, values: Tensor, number: float | None) -> bool:

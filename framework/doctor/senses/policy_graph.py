@@ -20,6 +20,8 @@ MOST_PARTS = 32
 """Log-probabilities that are computed apart, one for each action of an episode, of which entropies are computed."""
 MOST_LOGITS = 2**20
 """Logits of which entropies are computed, of rows that are evenly spaced."""
+LOG_TOLERANCE = 1e-3
+"""Deviation of the sum of probabilities, or of its logarithm, that rounding causes."""
 PASSED = VIEWS | {
     "Mean", "Sum", "Add", "Stack", "Cat", "Minimum", "Maximum", "Where", "MaskedFill", "IndexPut", "Unbind",
     "Split", "Unfold", "ConstantPadNd", "Nansum", "ClampMin", "ClampMax",
@@ -87,6 +89,8 @@ class PolicyTerms:
     log_probs: list[LogProbs] = field(default_factory=list)
     entropy_sign: int = 0
     """1 if the loss rises with the entropy of the policy, −1 if it falls."""
+    divergence_signs: set[int] = field(default_factory=set)
+    """1 if the loss rises with a divergence of the policy from constant probabilities, −1 if it falls with one."""
     preferences: Tensor | None = None
     """Arguments of the log-sigmoid in a loss of preferences, such as that of DPO."""
     regressed: list[Regressed] = field(default_factory=list)
@@ -140,6 +144,9 @@ def _visited(place: _Place, terms: PolicyTerms) -> Sequence[_Place]:
         return ()
     if name == "Exp":
         return _noted_ratio(place, terms)
+    if name == "Pow" and _is_squared_log_ratio(node):
+        _note_divergence(place, terms, 1)
+        return ()
     found = log_probs_at(node)
     if found is not None:
         is_new = _note_weighted(place, terms, found, output_of(node)[0], -1 if name.startswith("NllLoss") else 1)
@@ -172,6 +179,9 @@ def _after_factor(place: _Place, terms: PolicyTerms, name: str) -> Sequence[_Pla
     node = place.node
     inputs = [item for item, _ in node.next_functions]
     if name == "Mul" and len(inputs) == 2 and None not in inputs:
+        if _is_divergence(node, inputs):
+            _note_divergence(place, terms, 1)
+            return ()
         if _is_entropy(inputs):
             terms.entropy_sign = -place.sign  # Σ p·log p is minus the entropy
             return ()
@@ -180,6 +190,9 @@ def _after_factor(place: _Place, terms: PolicyTerms, name: str) -> Sequence[_Pla
         return [place.at(inputs[0], _sign_of(saved_value(node, "other")))]
     factor = _constant_factor(node, name)
     following = next((item for item in inputs if item is not None), None)
+    if isinstance(factor, Tensor) and (sign := _sign_of_log_probs(following, factor)):
+        _note_divergence(place, terms, -sign)  # Σ t·log p is a constant minus the divergence from t
+        return ()
     if not isinstance(factor, Tensor):
         return [place.at(following)]
     if is_number(factor) or factor.numel() == 1:
@@ -214,6 +227,7 @@ def _noted_ratio(place: _Place, terms: PolicyTerms) -> Sequence[_Place]:
         return ()
     terms.log_probs = terms.log_probs or [found]
     if first is None:
+        _note_divergence(place, terms, 1)
         terms.to_reference = values.detach() if terms.to_reference is None else terms.to_reference
         return ()
     terms.ratios = values.detach() if terms.ratios is None else terms.ratios
@@ -384,8 +398,75 @@ def _of_normal(node: Any, count: int) -> LogProbs | None:
 
 def _is_entropy(inputs: Sequence[Any]) -> bool:
     """Return whether a product is p·log p of one distribution."""
-    names = {operation_of(item) for item in inputs}
-    return "Softmax" in names and bool(names & {"Clamp", "LogSoftmax", "Sub", "Log"})
+    names = {operation_of(_without_views(item)) for item in inputs}
+    return any(map(is_probability, inputs)) and bool(names & {"Clamp", "LogSoftmax", "Sub", "Log"})
+
+
+def _note_divergence(place: _Place, terms: PolicyTerms, sign: int) -> None:
+    """Note whether the loss rises with a divergence, unless a factor other than numbers and masks multiplies it."""
+    if place.sign and all(one.numel() == 1 or _is_mask(one.detach()) for one in place.factors):
+        terms.divergence_signs.add(place.sign * sign)
+
+
+def _is_squared_log_ratio(node: Any) -> bool:
+    """Return whether a power is (log π − log π_ref)² with a constant reference."""
+    inputs = inputs_of(node)
+    if len(inputs) != 1 or operation_of(inputs[0]) != "Sub" or saved_value(node, "exponent") != 2:
+        return False
+    sources = inputs_of(inputs[0])
+    return len(sources) == 1 and log_probs_at(_without_views(sources[0])) is not None
+
+
+def _is_divergence(node: Any, inputs: Sequence[Any]) -> bool:
+    """Return whether a product is p·(log p − log q) of a constant distribution q."""
+    for item, side, other in zip(inputs, ("self", "other"), reversed(inputs), strict=True):
+        values, differences = (_saved_tensor(node, name) for name in (side, "other" if side == "self" else "self"))
+        is_difference = operation_of(other) == "Sub" and len(inputs_of(other)) == 1
+        if not is_probability(item) or not is_difference or values is None or differences is None:
+            continue
+        if values.shape == differences.shape and values.ndim and values.shape[-1] > 1:
+            rows = (values.double().log() - differences.double())[values.amin(-1) > 0]
+            return len(rows) > 0 and bool((rows.logsumexp(-1).abs() < LOG_TOLERANCE).all())
+    return False
+
+
+def is_probability(node: Any) -> bool:
+    """Return whether a node computes the probabilities of all actions or classes."""
+    node = _without_views(node)
+    if operation_of(node) == "Softmax":
+        return True
+    return operation_of(node) == "Exp" and any(map(is_log_probability, inputs_of(node)))
+
+
+def is_log_probability(node: Any) -> bool:
+    """Return whether a node computes the log-probabilities of all actions or classes."""
+    node = _without_views(node)
+    return operation_of(node) == "LogSoftmax" or (operation_of(node) == "Sub" and _logsumexp_of(node) is not None)
+
+
+def _sign_of_log_probs(node: Any, factor: Tensor) -> int:
+    """Return the sign of log-probabilities of all actions that constant probabilities multiply; 0 for other products.
+
+    Zeros and ones may choose an action instead.
+    """
+    sign = 1
+    for _ in range(4):
+        inputs = [item for item, _ in node.next_functions]
+        if is_log_probability(node):
+            break
+        if operation_of(node) not in ("Neg", "Sub", "Rsub") or len(inputs_of(node)) != 1:
+            return 0
+        is_negative = operation_of(node) != "Sub" or inputs[0] is None
+        if operation_of(node) == "Rsub":
+            is_negative = inputs[0] is not None
+        sign, node = -sign if is_negative else sign, inputs_of(node)[0]
+    else:
+        return 0
+    if output_of(node)[0] != tuple(factor.shape) or factor.ndim < 1 or factor.shape[-1] < 2:
+        return 0
+    values = factor.detach().double()
+    is_distribution = bool((values >= 0).all()) and bool(((values.sum(-1) - 1).abs() < LOG_TOLERANCE).all())
+    return sign if is_distribution and not _is_mask(factor.detach()) else 0
 
 
 def _is_preference(node: Any) -> bool:

@@ -48,6 +48,9 @@ FAULTS: dict[str, Course] = {
     "reward-falls": {"rollout/ep_rew_mean": line(22, 9, 0.5), "train/entropy_loss": line(-0.69, -0.5)},
     "policy-loss-sign": {"policy_health/return_correlation": line(-0.9, -0.7, 0.1)},
     "entropy-bonus-sign": {"policy_health/entropy_sign": line(1, 1)},
+    "divergence-penalty-sign": {"policy_health/divergence_sign": line(-1, -1)},
+    "returns-through-ends": {"policy_health/returns_through_ends": line(1, 1)},
+    "trained-reference": {"policy_health/reference_learns": line(1, 1)},
     "advantages-of-pairs": {"policy_health/advantages_of_pairs": line(1, 1)},
     "target-network-stuck": {
         "policy_health/target_network_age": line(1, 60),
@@ -74,6 +77,8 @@ SOUND: dict[str, Course] = {
     "continuous": {"rollout/ep_rew_mean": line(-1500, -200, 40), "train/entropy_loss": line(-1.4, 0.6)},
     "plain": {
         "policy_health/episode_return": line(20, 180, 4), "policy_health/entropy": line(0.69, 0.3, 0.02),
+        "policy_health/divergence_sign": line(1, 1), "policy_health/returns_through_ends": line(0, 0),
+        "policy_health/reference_learns": line(0, 0),
         "policy_health/entropy_sign": line(-1, -1), "policy_health/loss_sign": line(-1, -1),
         "policy_health/return_correlation": line(0.6, 0.2, 0.2), "policy_health/advantage_zero_fraction": line(0, 0),
         "policy_health/terminal_spread": line(0, 0), "policy_health/target_network_age": line(1, 30, 9),

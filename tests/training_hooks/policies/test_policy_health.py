@@ -12,7 +12,7 @@ from loopscope.doctor.senses import LogProbs, PolicyTerms, Regressed, Weighted
 from loopscope.training_hooks.policies import PolicyHealth
 from loopscope.training_hooks.policies.policy_measures import measures_of
 from torch import Tensor, nn
-from torch.distributions import Categorical
+from torch.distributions import Categorical, kl_divergence
 from torch.nn import functional as F
 
 from tests.support import RecordingSink
@@ -110,6 +110,68 @@ def test_sign_is_shown_by_variables(tmp_path: Path, sign: float) -> None:
         return sign * (agent(STATES)[0].log_prob(ACTIONS) * advantages).mean()
 
     assert trained(tmp_path, loss)["loss_sign"] == [sign] * 3
+
+
+REFERENCE = torch.randn(16, 3, generator=GENERATOR).log_softmax(-1)
+DIVERGENCES: dict[str, Callable[[Categorical], Tensor]] = {
+    "of samples": lambda policy: k3_of(REFERENCE.gather(1, ACTIONS[:, None])[:, 0] - policy.log_prob(ACTIONS)),
+    "squared": lambda policy: (policy.log_prob(ACTIONS) - REFERENCE.gather(1, ACTIONS[:, None])[:, 0]).pow(2) / 2,
+    "of distributions": lambda policy: kl_divergence(policy, Categorical(logits=REFERENCE)),
+    "reversed": lambda policy: kl_divergence(Categorical(logits=REFERENCE), policy),
+    "by hand": lambda policy: divergence_of(policy.logits.log_softmax(-1)),
+    "of a function": lambda policy: F.kl_div(policy.logits.log_softmax(-1), REFERENCE.exp(), reduction="none").sum(-1),
+    "of logarithms": lambda policy: F.kl_div(
+        policy.logits.log_softmax(-1), REFERENCE, reduction="sum", log_target=True
+    ),
+}
+
+
+def k3_of(difference: Tensor) -> Tensor:
+    return difference.exp() - difference - 1
+
+
+def divergence_of(rows: Tensor) -> Tensor:
+    return (rows.exp() * (rows - REFERENCE)).sum(-1)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_sign_of_divergence_is_measured(tmp_path: Path, name: str, sign: float) -> None:
+    def loss(agent: Agent) -> Tensor:
+        policy = agent(STATES)[0]
+        objective = policy.log_prob(ACTIONS) * RETURNS - sign * 0.1 * DIVERGENCES[name](policy)
+        return -objective.mean()
+
+    metrics = trained(tmp_path, loss)
+    assert metrics["divergence_sign"] == [sign] * 3
+    assert "entropy_sign" not in metrics
+
+
+def test_sign_of_entropy_by_hand_is_measured(tmp_path: Path) -> None:
+    def loss(agent: Agent) -> Tensor:
+        policy = agent(STATES)[0]
+        rows = policy.logits.log_softmax(-1)[:8]  # a view, as for the tokens of completions
+        return -(policy.log_prob(ACTIONS) * RETURNS).mean() + 0.1 * (rows.exp() * rows).sum(-1).mean()
+
+    metrics = trained(tmp_path, loss)
+    assert metrics["entropy_sign"] == [-1.0] * 3
+    assert "divergence_sign" not in metrics
+
+
+def test_returns_of_script_are_read(tmp_path: Path) -> None:
+    """The mask of ended episodes is missing in the variables of the loop."""
+    rewards = [float(value) for value in torch.rand(64, generator=GENERATOR)]
+    dones = [step % 8 == 7 for step in range(64)]
+    returns = [0.0]
+    for reward in reversed(rewards):
+        returns.insert(0, reward + 0.9 * returns[0])
+    returns = returns[:-1]
+
+    def loss(agent: Agent) -> Tensor:
+        assert len(dones) == len(returns) == len(rewards)
+        return -(agent(STATES)[0].log_prob(ACTIONS) * torch.tensor(returns[:16])).mean()
+
+    assert trained(tmp_path, loss)["returns_through_ends"] == [1.0] * 3
 
 
 def test_advantages_of_pairs_are_found(tmp_path: Path) -> None:
