@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..errors import StateMutationError
 from ..hooks import GradientTap, OnGradient, TapOwner
+from ..state import uncompiled
 from ..tensors import in_bytes
 from .callbacks import FORWARD_TENSORS
 from .passes import RunningPasses
@@ -42,7 +43,7 @@ def checked_function(
                 )
         return replacement
 
-    return on_tensor
+    return uncompiled(on_tensor)  # compiled autograd traces hooks of tensors
 
 
 def is_symbolic(tensor: Tensor) -> bool:
