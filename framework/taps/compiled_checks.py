@@ -190,7 +190,7 @@ def _varied(item: Any, trial: int) -> Any:
 
 def _pass_of(run: Callable[..., Any], inputs: list[Any], seed: int) -> list[Tensor | None]:
     """Return the outputs of a graph, and the gradients of its inputs, from a pass that leaves no trace."""
-    leaves = [_leaf_of(item) if isinstance(item, Tensor) else item for item in inputs]
+    leaves = [_leaf_of(item) if isinstance(item, Tensor) else _number_of(item) for item in inputs]
     with torch._dynamo.compiled_autograd._disable(), _own_metrics(), _without_saving_hooks():
         torch.manual_seed(seed)
         outputs = [item for item in torch.utils._pytree.tree_leaves(run(*leaves)) if isinstance(item, Tensor)]
@@ -210,6 +210,11 @@ def _without_saving_hooks() -> AbstractContextManager[Any]:
 
 def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _number_of(item: Any) -> Any:
+    """Return the number of a symbol, such as a size of this batch in a graph for all sizes; other items unchanged."""
+    return item.node.hint if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)) else item
 
 
 def _leaf_of(tensor: Tensor) -> Tensor:

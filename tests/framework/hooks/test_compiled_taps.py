@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        queries, keys, values = self.mix(self.norm(x)).view(4, 3, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        queries, keys, values = self.mix(self.norm(x)).view(-1, 3, 3, 2, 4).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         return x + self.relu(self.out(mixed.transpose(1, 2).reshape(x.shape)))
 
@@ -94,10 +94,15 @@ def train(
     """
     torch._dynamo.reset()
     counters.clear()
+    kind: dict[str, Any] = {"backend": options.pop("backend", "aot_eager"), "fullgraph": True}
+    kind["dynamic"], data = options.pop("dynamic", None), options.pop("data", DATA)
+    stack = ExitStack()
+    if options.pop("compiles_autograd", False):
+        compiler = torch.compile(backend=kind["backend"])
+        stack.enter_context(torch._dynamo.compiled_autograd._enable(compiler))
     torch.manual_seed(0)
     container = nn.Sequential(nn.Linear(8, 8), Block(), Mean(), nn.Linear(8, 3))
     model: Any = container if place == "container" else Net(recomputes=recomputes)
-    kind: dict[str, Any] = {"backend": options.pop("backend", "aot_eager"), "fullgraph": True}
     called: Callable[[Tensor], Tensor] = torch.compile(model, **kind) if place == "model" else model
     for part in {"blocks": getattr(model, "blocks", ()), "container": [container]}.get(place, ()):
         part.compile(**kind)
@@ -109,8 +114,8 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     settings = {"out": folder, "display": "none", "sinks": [], **options}
     watched = nullcontext() if reader is None else loopscope.attach(called, optimizer, hooks=[reader], **settings)
-    with watched as scope:
-        for inputs, targets in scope.batches(DATA) if scope and place != "container" else DATA:
+    with stack, watched as scope:
+        for inputs, targets in scope.batches(data) if scope and place != "container" else data:
             function(inputs, targets).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -168,6 +173,29 @@ def test_taps_that_change_bits_are_named(tmp_path: Path, mode: str, capfd: pytes
     assert ("blocks.0.norm output" in reader.values) == bool(summary["treatments"]) == (mode == "all")
     assert "blocks.0.mix output" in reader.values
     assert equal(weights, bare) == (mode == "safe")
+
+
+@pytest.mark.slow_rows("blocks", "function")
+@pytest.mark.parametrize("place", ["model", "blocks", "function"])
+def test_one_graph_for_all_shapes_is_read(tmp_path: Path, place: str) -> None:
+    """With ``dynamic=True``, batches of other sizes compile nothing."""
+    options: dict[str, Any] = {"dynamic": True, "data": [(x[:rows], y[:rows]) for rows, (x, y) in enumerate(DATA, 2)]}
+    bare, graphs, reader = train(None, place, **options), counters["stats"]["unique_graphs"], Reader()
+    assert equal(train(tmp_path / "run", place, reader, **options), bare)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert {len(values) for values in reader.values.values()} == {len(DATA)}
+    assert [len(value) for value in reader.values["head output"]] == [2, 3, 4, 4]
+
+
+@pytest.mark.slow_rows("blocks", "function")
+@pytest.mark.parametrize("place", ["model", "blocks", "function"])
+def test_compiled_autograd_keeps_bits_and_is_read(tmp_path: Path, place: str) -> None:
+    bare, reader = train(None, place, compiles_autograd=True), Reader()
+    captures = dict(counters["compiled_autograd"])
+    assert equal(train(tmp_path / "run", place, reader, compiles_autograd=True), bare)
+    assert dict(counters["compiled_autograd"]) == captures
+    assert captures["captures"] > 0
+    assert {len(values) for values in reader.values.values()} == {len(DATA)}
 
 
 @pytest.mark.slow
