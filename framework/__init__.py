@@ -17,21 +17,6 @@ if TYPE_CHECKING:
     from .report import plot, read_run
     from .runs import ExperimentConfig, ExperimentRunner
 
-_NAMES_OF = {
-    "data": ("Loader", "TensorLoader", "fixed_order", "random_order"),
-    "errors": ("HookError", "LoopscopeError", "StateMutationError", "UsageError"),
-    "experiments": ("GrokkingConfig", "GrokkingRunner"),
-    "hooks": (
-        "DebugInterventionHook", "ExperimentRegistry", "HookPoint", "HookRegistry", "InterventionHook", "MetricInfo",
-        "MetricSink", "ModelDataContext", "Remembered", "RunDataContext", "StatePart", "StepSchedule", "TrainingHook",
-        "metric_table",
-    ),
-    "integrations": ("AttachedScope", "Callback", "Scope", "attach"),
-    "report": ("plot", "read_run"),
-    "runs": ("ExperimentConfig", "ExperimentRunner"),
-}
-"""Public names by package. A package is imported when one of its names is first used, since torch takes seconds."""
-_PACKAGE_OF = {name: package for package, names in _NAMES_OF.items() for name in names}
 __all__ = [
     "AttachedScope", "Callback", "DebugInterventionHook", "ExperimentConfig", "ExperimentRegistry", "ExperimentRunner",
     "GrokkingConfig", "GrokkingRunner", "HookError", "HookPoint", "HookRegistry", "InterventionHook", "Loader",
@@ -44,14 +29,15 @@ __all__ = [
 if not TYPE_CHECKING:  # type checkers would accept every name
 
     def __getattr__(name: str) -> Any:
-        if name not in _PACKAGE_OF:
+        """Import a name when it is first used, since torch takes seconds."""
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .names_on_demand import names_on_demand
+
         with preserved_streams():
-            if _PACKAGE_OF[name] == "report":
+            if name in ("plot", "read_run"):
                 import_module(f"{__name__}.sinks")  # registers the sinks that can read a record
-            value = getattr(import_module(f"{__name__}.{_PACKAGE_OF[name]}"), name)
-        globals()[name] = value
-        return value
+            return names_on_demand(__name__)(name)
 
 
 def __dir__() -> list[str]:
