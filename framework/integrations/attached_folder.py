@@ -58,7 +58,7 @@ class FolderChoice:
         """
         if self._given is None and not is_resumed:
             folders = map(self._at, _free_folders(self._parent))
-            self.folder = next(folder for folder in folders if folder.make_new())
+            self.folder = next(folder for folder in folders if folder.make())
         advice = "give attach another folder, out=, or overwrite=True"
         self.folder.refuse_to_overwrite(allowed=overwrite or is_resumed, advice=advice)
 

@@ -105,31 +105,18 @@ class RunFolder:
         stats = [(path, path.lstat()) for path in self._run_files() if os.path.lexists(path)]
         return {path: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats}
 
-    def make(self) -> None:
-        """Create the folder; existing content is kept."""
+    def make(self) -> bool:
+        """Create the folder, keeping existing content, and return whether this call has created it."""
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             for path in reversed(missing):
-                path.mkdir(exist_ok=True)
-                self._created.append(path)
+                with suppress(FileExistsError):  # another process has created it in between
+                    path.mkdir()
+                    self._created.append(path)
         except OSError as error:
             self.remove_created()
             raise self._not_writable(error.strerror) from error
-
-    def make_new(self) -> bool:
-        """Create the folder, and return whether this call has created it."""
-        parent = RunFolder(self.path.parent, self.strategy)
-        parent.make()
-        self._created.extend(parent._created)
-        try:
-            self.path.mkdir()
-        except FileExistsError:
-            return False
-        except OSError as error:
-            self.remove_created()
-            raise self._not_writable(error.strerror) from error
-        self._created.append(self.path)
-        return True
+        return self.path in self._created
 
     def remove_created(self) -> None:
         """Remove the folders that this object has created, except those that are no longer empty."""
