@@ -4,8 +4,10 @@ import json
 import math
 import shlex
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from ..console import make_console, printable
@@ -110,41 +112,28 @@ class Output:
     def _bounded(self, content: Mapping[str, Any], cut: Mapping[str, Kept]) -> dict[str, Any]:
         """Return the content with the version of the schema, and without what exceeds the limit."""
         bounded: dict[str, Any] = {"schema": SCHEMA, **plain_json(content)}
-        omitted: dict[str, int] = {}
         for floor in (FEW_ENTRIES, 0):  # some entries of every field are better than all of one
             for name, kept in cut.items():
                 if self._fits(bounded):
                     return bounded
-                number = self._largest_number(bounded, name, floor, kept, omitted)
-                if number < len(bounded[name]):
-                    omitted[name] = omitted.get(name, 0) + len(bounded[name]) - number
-                    bounded = self._without(bounded, name, number, kept, omitted)
+                part, total = partial(self._part, bounded, name, kept), len(bounded[name])
+                fitting = bisect_left(range(total), True, key=partial(self._exceeds, part)) - 1
+                if (number := max(fitting, min(floor, total))) < total:
+                    bounded = part(number)
         return bounded if self._fits(bounded) else _with_short_texts(bounded)
 
-    def _largest_number(
-        self, content: Mapping[str, Any], name: str, floor: int, kept: Kept, omitted: Mapping[str, int]
-    ) -> int:
-        """Return the largest number of a field's entries that fits; at least ``floor``, if there are so many."""
-        high = len(content[name])
-        low = min(floor, high)
-        while low < high:
-            middle = (low + high + 1) // 2
-            counts = {**omitted, name: omitted.get(name, 0) + len(content[name]) - middle}
-            if self._fits(self._without(content, name, middle, kept, counts)):
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def _without(
-        self, content: Mapping[str, Any], name: str, number: int, kept: Kept, omitted: Mapping[str, int]
-    ) -> dict[str, Any]:
+    def _part(self, content: Mapping[str, Any], name: str, kept: Kept, number: int) -> dict[str, Any]:
         """Return the content with a number of entries of one field, and with notes on all that was omitted."""
         entries = content[name]
         items = list(entries.items()) if isinstance(entries, Mapping) else entries
         part = items[:number] if kept == "first" else items[len(items) - number :]
+        omitted = {note["field"]: note["omitted"] for note in content.get("truncated", ())}
+        omitted[name] = omitted.get(name, 0) + len(items) - number
         notes = [{"field": field, "omitted": count, "more": self.more} for field, count in omitted.items()]
         return {**content, name: dict(part) if isinstance(entries, Mapping) else part, "truncated": notes}
+
+    def _exceeds(self, part: Callable[[int], Mapping[str, Any]], number: int) -> bool:
+        return not self._fits(part(number))
 
     def _fits(self, content: Mapping[str, Any]) -> bool:
         return self.most is None or len(encoded(content).encode()) < self.most
