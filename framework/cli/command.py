@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Container, Sequence
 from importlib import import_module
+from types import ModuleType
 
 from ..checkpoints import StoppedError
 from ..console import Label, printable, show_warnings
@@ -88,7 +89,12 @@ def _dispatch(command: str, *words: str) -> None:
     if command not in COMMANDS:
         raise unknown("command", command, COMMANDS)
     function = "list_experiments" if command == "list" else command
-    getattr(import_module(f".{COMMANDS[command]}", __package__), function)(words)
+    getattr(module_of(command), function)(words)
+
+
+def module_of(command: str) -> ModuleType:
+    """Import the module of a command."""
+    return import_module(f".{COMMANDS[command]}", __package__)
 
 
 def _print_warning(label: Label, sentence: str) -> None:

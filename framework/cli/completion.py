@@ -10,46 +10,35 @@ import shtab
 from ..errors import require, unknown
 from ..hooks import ExperimentRegistry, HookRegistry
 from ..runs import allowed_words, union_members
-from .agents import agents_parser
-from .alerts import alerts_parser
 from .check import check_parser
-from .compare import compare_parser
-from .diff import diff_parser
-from .doctor import doctor_parser
+from .command import COMMANDS, module_of
 from .equal import equal_parser
-from .hook_pages import hooks_parser, list_parser
-from .listing import ls_parser, show_parser
-from .new import new_parser
 from .parser import CommandParser
-from .plot import plot_parser
-from .report import report_parser
-from .rewind import rewind_parser
 from .run_parser import Experiment, run_parser
-from .training_commands import replay_parser, replay_sinks, resume_parser
-from .verify import verify_parser
 from .watch import watch_parser
 
 SHELLS = tuple(shtab.SUPPORTED_SHELLS)
 FOLDERS, FILES = ("RUN", "FOLDER"), ("config", "out")  # arguments that are paths without a declared type
 
 
-def completion(words: Sequence[str]) -> None:
-    """Print the script of a shell that completes commands, experiments and options."""
+def completion_parser() -> CommandParser:
+    """Build the parser of ``loopscope completion``."""
     parser = CommandParser(
         "completion SHELL",
         "Print a script with which a shell completes commands, experiments, options and their values. It contains the "
         "experiments and hooks of this installation, so repeat the command after installing others.",
     )
     parser.add_argument("SHELL", nargs="*", help=" or ".join(SHELLS))
-    shells = parser.parse(words)["SHELL"]
+    return parser
+
+
+def completion(words: Sequence[str]) -> None:
+    """Print the script of a shell that completes commands, experiments and options."""
+    shells = completion_parser().parse(words)["SHELL"]
     require(len(shells) == 1, f"loopscope completion takes one shell: {', '.join(SHELLS)}.")
     if shells[0] not in SHELLS:
         raise unknown("shell", shells[0], SHELLS)
-    parsers = [
-        *(list_parser(), hooks_parser(), resume_parser(), replay_parser(replay_sinks()), parser),
-        *(ls_parser(), show_parser(), diff_parser(), new_parser(), plot_parser(), compare_parser(), report_parser()),
-        *(doctor_parser(), alerts_parser(), rewind_parser(), verify_parser(), agents_parser()),
-    ]
+    parsers = [getattr(module_of(name), f"{name}_parser")() for name in COMMANDS if name != "run"]
     sys.stdout.write(completion_script(shells[0], parsers))
 
 

@@ -1,7 +1,7 @@
 """The commands that train an experiment, ``loopscope run`` and ``resume``, and ``loopscope replay``."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -104,7 +104,7 @@ def _mode(options: Options) -> Mode:
 def replay(words: Sequence[str]) -> None:
     """Send the records of runs; raises :class:`UsageError` before anything is sent if one record cannot be sent."""
     sinks = replay_sinks()
-    given = replay_parser(sinks).parse(words)
+    given = replay_parser().parse(words)
     runs, target = given.pop("RUN"), given.pop("to", None)
     number = f"{len(runs)}: {', '.join(runs)}" if runs else "none"
     require(len(runs) == 1, f"loopscope replay takes one folder, RUN, but got {number}.")
@@ -127,8 +127,9 @@ def replay_sinks() -> dict[str, type[ReplaySink]]:
     return {sink.name: sink for sink in SinkRegistry if issubclass(sink, ReplaySink)}
 
 
-def replay_parser(sinks: Mapping[str, type[ReplaySink]]) -> CommandParser:
+def replay_parser() -> CommandParser:
     """Build the parser of ``loopscope replay``."""
+    sinks = replay_sinks()
     options: dict[str, list[str]] = {}
     for sink in sinks.values():
         if sink.option:
