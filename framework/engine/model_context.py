@@ -14,14 +14,7 @@ from typing_extensions import override
 from ..data import Batch, Loader, derived_seed, rows, with_copied_batches
 from ..errors import LoopscopeError, unknown
 from ..hooks import ENDLESS, Clipping, ExpiredError, ModelDataContext, ReadOnlyError, StatePart
-from ..isolation import (
-    LightStateCopy,
-    StateCopy,
-    borrowed_gradients,
-    borrowed_group_options,
-    borrowed_learning_rates,
-    undone_pass,
-)
+from ..isolation import LightStateCopy, StateCopy, borrowed_gradients, borrowed_group_options, undone_pass
 from ..state import TrainingState, optimizers_of
 from ..state.settings import script_settings
 from ..tensors import Vector, accumulate, copied, is_partial, live_gradients, local_shards
@@ -290,16 +283,17 @@ class ModelContext(ModelDataContext):
         step_batch = self._batch_or_current(batch)
         groups = self._task.optimizer.param_groups
         self._open.profiler.count_samples("forward_backward", step_batch)
-        rates = nullcontext() if learning_rates is None else borrowed_learning_rates(groups, learning_rates)
-        options = borrowed_group_options(groups, rate_factor=rate_factor, weight_decay=weight_decay)
+        options = borrowed_group_options(
+            groups, learning_rates=learning_rates, rate_factor=rate_factor, weight_decay=weight_decay
+        )
         gradients, scaler = borrowed_gradients(self._state.modules), borrowed_scaler(self._task)
-        with script_settings(), gradients, scaler, rates, torch.enable_grad():
-            with passes:
-                loss = forward_backward(self._task, step_batch)
-            skipped, closure = is_skipped(self._task), make_closure(self._task, step_batch, loss)
-            if max_norm is not None:
-                clip(self.model.parameters(), max_norm)
+        with script_settings(), gradients, scaler, torch.enable_grad():
             with options:
+                with passes:
+                    loss = forward_backward(self._task, step_batch)
+                skipped, closure = is_skipped(self._task), make_closure(self._task, step_batch, loss)
+                if max_norm is not None:
+                    clip(self.model.parameters(), max_norm)
                 update(self._task, step_scheduler=False, skipped=skipped, closure=closure)
             # After the changed options are restored, since a scheduler may derive the next learning rate from them.
             if self._open.steps_scheduler and learning_rates is None and not skipped:

@@ -4,7 +4,6 @@ from .borrowing import (
     borrowed_extras,
     borrowed_gradients,
     borrowed_group_options,
-    borrowed_learning_rates,
     borrowed_modes,
     borrowed_weights,
     suspended_accumulation_hooks,
@@ -15,6 +14,6 @@ from .undone import undone_in_attributes, undone_in_modules, undone_pass
 
 __all__ = [
     "VISITS", "Call", "Isolation", "LightStateCopy", "StateCopy", "borrowed_extras", "borrowed_gradients",
-    "borrowed_group_options", "borrowed_learning_rates", "borrowed_modes", "borrowed_weights", "is_in_visit",
+    "borrowed_group_options", "borrowed_modes", "borrowed_weights", "is_in_visit",
     "is_shipped", "suspended_accumulation_hooks", "undone_in_attributes", "undone_in_modules", "undone_pass",
 ]

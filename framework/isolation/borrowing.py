@@ -93,59 +93,46 @@ def borrowed_extras(state: TrainingState) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> Iterator[None]:
-    """Set the learning rates of the optimizer's parameter groups for the body.
-
-    Raises:
-        LoopscopeError: unless there is one learning rate for each group.
-    """
-    if len(rates) != len(groups):
-        raise LoopscopeError(
-            f"take_step was given {len(rates)} learning rates, but the optimizer has {len(groups)} parameter groups; "
-            "pass one for each group."
-        )
-    for index, group in enumerate(groups):
-        if math.isnan(float(learning_rate_of(group))):
-            raise LoopscopeError(
-                f"Parameter group {index} has no numeric learning rate (lr={group.get('lr')!r}), so take_step cannot "
-                "replace it; call it without learning_rates, or give the optimizer a learning rate."
-            )
-    previous = [group["lr"] for group in groups]
-    try:
-        for group, group_rate, rate in zip(groups, previous, rates, strict=True):
-            # A capturable or compiled optimizer keeps its learning rate in a tensor.
-            group["lr"] = torch.full_like(group_rate, rate) if isinstance(group_rate, torch.Tensor) else rate
-        yield
-    finally:
-        for group, group_rate in zip(groups, previous, strict=True):
-            group["lr"] = group_rate
-
-
-@contextmanager
 def borrowed_group_options(
-    groups: Sequence[dict[str, Any]], *, rate_factor: float, weight_decay: float | None
+    groups: Sequence[dict[str, Any]],
+    *,
+    learning_rates: Sequence[float] | None = None,
+    rate_factor: float = 1.0,
+    weight_decay: float | None = None,
 ) -> Iterator[None]:
-    """Multiply the learning rates of the parameter groups, and set their weight decay, for the body.
+    """Set the learning rates of the parameter groups, or multiply them, and set their weight decay, for the body.
 
     Raises:
-        LoopscopeError: if a learning rate to multiply is not a number.
+        LoopscopeError: unless there is one learning rate for each group, and each one to change is a number.
     """
-    is_scaled = rate_factor != 1
+    if learning_rates is not None and len(learning_rates) != len(groups):
+        raise LoopscopeError(
+            f"take_step was given {len(learning_rates)} learning rates, but the optimizer has {len(groups)} parameter "
+            "groups; pass one for each group."
+        )
+    changes_rates = learning_rates is not None or rate_factor != 1
     for index, group in enumerate(groups):
-        if is_scaled and math.isnan(float(learning_rate_of(group))):
+        if changes_rates and math.isnan(float(learning_rate_of(group))):
             raise LoopscopeError(
                 f"Parameter group {index} has no numeric learning rate (lr={group.get('lr')!r}), so take_step cannot "
-                "multiply it; call it without rate_factor, or give the optimizer a learning rate."
+                "change it; call it without learning_rates and rate_factor, or give the optimizer a learning rate."
             )
-    names = (["lr"] if is_scaled else []) + ([] if weight_decay is None else ["weight_decay"])
-    previous = [(group, name, group[name]) for group in groups for name in names if name in group]
+    names: list[str] = ["lr", "weight_decay"]
+    previous = [{name: group[name] for name in names if name in group} for group in groups]
     try:
-        for group, name, value in previous:
-            group[name] = value * rate_factor if name == "lr" else weight_decay
+        for index, (group, options) in enumerate(zip(groups, previous, strict=True)):
+            if learning_rates is not None:
+                # A capturable or compiled optimizer keeps its learning rate in a tensor.
+                rate = learning_rates[index]
+                group["lr"] = torch.full_like(options["lr"], rate) if isinstance(options["lr"], Tensor) else rate
+            if rate_factor != 1:
+                group["lr"] = group["lr"] * rate_factor
+            if weight_decay is not None and "weight_decay" in group:
+                group["weight_decay"] = weight_decay
         yield
     finally:
-        for group, name, value in previous:
-            group[name] = value
+        for group, options in zip(groups, previous, strict=True):
+            group.update(options)
 
 
 @contextmanager

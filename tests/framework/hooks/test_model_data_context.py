@@ -269,7 +269,7 @@ def test_step_options_apply_to_that_step_only():
 def test_missing_learning_rate_has_no_factor():
     ctx = context()
     ctx._task.optimizer.param_groups[0]["lr"] = None
-    with pytest.raises(LoopscopeError, match=r"has no numeric learning rate .* cannot multiply it"):
+    with pytest.raises(LoopscopeError, match=r"has no numeric learning rate .* cannot change it"):
         ctx.take_step(rate_factor=0.5)
 
 
