@@ -6,18 +6,10 @@ from traceback import extract_tb, walk_tb
 from typing import Any
 
 from ..errors import StateMutationError, nearest, source_location
-from ..hooks import (
-    SET_AT,
-    BackwardContext,
-    HookPoint,
-    InterventionHook,
-    ModelDataContext,
-    RunDataContext,
-    RunInfo,
-    TrainingHook,
-)
+from ..hooks import SET_AT, BackwardContext, HookPoint, InterventionHook, RunDataContext, RunInfo, TrainingHook
+from .model_context import ModelContext
 
-CONTEXTS = (RunDataContext, ModelDataContext, BackwardContext, RunInfo)
+CONTEXTS = (RunDataContext, ModelContext, BackwardContext, RunInfo)
 NO_GRADIENTS = "Hooks run without gradients: call ctx.compute_batch_gradients(batch), or enter torch.enable_grad()."
 # Alternatives without side effects, by words of the tripwire's message that identify the changed state.
 ALTERNATIVES = {

@@ -1,9 +1,8 @@
 """Access of an intervention to the mutable training state: the methods that its second argument has."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor, device, nn
 
@@ -27,7 +26,7 @@ class ReadOnlyError(LoopscopeError):
     """A hook with ``mutates = False`` called a method that changes the training state."""
 
 
-class ModelDataContext(ABC):
+class ModelDataContext(Protocol):
     """Measurements, reversible changes and commits for one call of an intervention.
 
     All changes are rolled back when the call ends. Then, if the hook returned without an error, its commits are
@@ -41,38 +40,30 @@ class ModelDataContext(ABC):
     """
 
     @property
-    @abstractmethod
     def model(self) -> nn.Module:
         """Trained model."""
 
     @property
-    @abstractmethod
     def device(self) -> device:
         """Device of the model's first parameter."""
 
     @property
-    @abstractmethod
     def loader(self) -> "Loader":
         """Training data, in the run's order; its batches may be modified."""
 
     @property
-    @abstractmethod
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         """Live state tensors of the optimizer, and of optimizers that it wraps, by parameter name."""
 
-    @abstractmethod
     def rows(self, batch: "Batch") -> int:
         """Return the number of rows in the batches of all data-parallel ranks together."""
 
-    @abstractmethod
     def compute_batch_loss(self, batch: "Batch | None" = None) -> Tensor:
         """Return the mean loss on one batch (default: the current one), at the current parameters."""
 
-    @abstractmethod
     def compute_batch_gradients(self, batch: "Batch | None" = None) -> dict[str, Tensor]:
         """Return the gradient of the mean loss on one batch (default: the current one), at the current parameters."""
 
-    @abstractmethod
     def measure_rows(self, batch: "Batch | None" = None) -> tuple[Tensor, Tensor]:
         """Return the loss of every single row of a batch (default: the current one), and the norm of its gradient.
 
@@ -84,11 +75,9 @@ class ModelDataContext(ABC):
             LoopscopeError: several processes train together.
         """
 
-    @abstractmethod
     def compute_gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the mean loss over the training set, batches weighted by their rows."""
 
-    @abstractmethod
     def hessian_vector_product(
         self,
         vector: Vector,
@@ -109,7 +98,6 @@ class ModelDataContext(ABC):
             epsilon: absolute step of ``finite_difference`` along v/‖v‖.
         """
 
-    @abstractmethod
     def hessian_operator(
         self, batch: "Batch | None" = None, *, method: Method = "exact", epsilon: float = 1e-2
     ) -> Callable[[Vector], dict[str, Tensor]]:
@@ -119,7 +107,6 @@ class ModelDataContext(ABC):
         costs one backward pass. If the parameters change, autograd raises an error.
         """
 
-    @abstractmethod
     def find_hessian_problem(self, batch: "Batch | None" = None, *, epsilon: float = 1e-2) -> str:
         """Return why exact Hessian-vector products fail or are wrong on a batch, as a clause, or an empty text.
 
@@ -127,7 +114,6 @@ class ModelDataContext(ABC):
         these are accurate. The check takes five exact products and nine gradients.
         """
 
-    @abstractmethod
     def save_checkpoint(self, *, full: bool = True) -> int:
         """Save the training state and return a token for it.
 
@@ -135,19 +121,15 @@ class ModelDataContext(ABC):
         runs forward and backward passes.
         """
 
-    @abstractmethod
     def restore_checkpoint(self, token: int) -> None:
         """Restore the state that :meth:`save_checkpoint` saved under ``token``, including random streams."""
 
-    @abstractmethod
     def discard_checkpoint(self, token: int) -> None:
         """Free the memory of a checkpoint."""
 
-    @abstractmethod
     def branch(self, *, full: bool = True) -> AbstractContextManager[None]:
         """Run the body, and restore the training state afterwards, also after an exception."""
 
-    @abstractmethod
     def restore_pre_epoch(self) -> None:
         """Restore the state before the current epoch, or before the interval of the step loop.
 
@@ -156,7 +138,6 @@ class ModelDataContext(ABC):
         The hook's random streams continue, so it draws new numbers after each call.
         """
 
-    @abstractmethod
     def run_training_epoch(self, loader: "Loader", *, step: bool = True) -> dict[str, Tensor]:
         """Train one epoch and return the mean gradient of its steps, computed like ``accumulated_grads`` of the run.
 
@@ -164,7 +145,6 @@ class ModelDataContext(ABC):
         random streams. A per-epoch scheduler is not stepped, and commits of other hooks are not applied.
         """
 
-    @abstractmethod
     def take_step(
         self,
         batch: "Batch | None" = None,
@@ -185,32 +165,27 @@ class ModelDataContext(ABC):
         applied.
         """
 
-    @abstractmethod
     def get_shuffled_loader(self) -> "Loader":
         """Return the training data in a fresh random order.
 
         The n-th loader of a call depends only on the hook's random stream, not on earlier draws or restored states.
         """
 
-    @abstractmethod
     def apply_perturbation(self, direction: Vector, scale: float) -> None:
         """Add ``scale * direction`` to the parameters, in place."""
 
-    @abstractmethod
     def scale_gradients(self, factor: float | Tensor | Mapping[str, float | Tensor]) -> None:
         """Commit: multiply every gradient by ``factor``, or the gradients of named parameters by their factors.
 
         Factors are numbers or zero-dimensional tensors.
         """
 
-    @abstractmethod
     def clamp_gradients(self, max_value: float) -> None:
         """Commit: clamp every element of the gradients to [−max_value, max_value].
 
         The arithmetic is that of ``torch.nn.utils.clip_grad_value_``.
         """
 
-    @abstractmethod
     def clip_gradients(self, max_norm: float) -> Clipping:
         """Commit: scale the gradients so that their joint norm is at most ``max_norm``; return current norm and factor.
 
@@ -218,19 +193,15 @@ class ModelDataContext(ABC):
         float32. If earlier commits of this call change the gradients, norm and factor are measured again.
         """
 
-    @abstractmethod
     def replace_gradients(self, values: Vector) -> None:
         """Commit: set the gradients of the parameters in ``values``, which the hook must not change afterwards."""
 
-    @abstractmethod
     def add_to_gradients(self, values: Vector, factor: Tensor) -> None:
         """Commit: g ← g + factor·values, with a zero-dimensional factor; ``values`` must not change afterwards."""
 
-    @abstractmethod
     def blend_parameters(self, target: Vector, weight: float) -> None:
         """Commit: θ ← (1 − weight)·θ + weight·target; the hook must not change ``target`` afterwards."""
 
-    @abstractmethod
     def thaw_parameters(self, names: str | Iterable[str]) -> None:
         """Commit: train the named parameters from now on.
 
@@ -238,6 +209,5 @@ class ModelDataContext(ABC):
             LoopscopeError: the model is trained by DistributedDataParallel, which cannot add parameters.
         """
 
-    @abstractmethod
     def reset_optimizer_state(self, names: str | Iterable[str]) -> None:
         """Commit: reset the optimizer's state of the named parameters."""
