@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ from .hook_points import ENDLESS, EPOCH_END, STEP_POINTS, HookPoint
 
 if TYPE_CHECKING:
     from ..data import Loader
-    from ..training import ObservedPass, Profiler, Ranks
+    from ..training import ObservedPass, Profiler, Ranks, TrainingTask
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,9 @@ def metric_table(text: str) -> list[MetricInfo]:
     return [MetricInfo(*cells) for cells in table]
 
 
-class VisibleTask(Protocol):
-    """The part of a :class:`TrainingTask` that hooks and sinks may use: no optimizer, which only the loop steps."""
-
-    model: nn.Module
-    loader: "Loader"
-    length: int
-    config: Any
-    ranks: "Ranks"
-
-
 @dataclass(frozen=True)
 class TaskView:
-    """The task in a :class:`RunInfo`; its loader copies batches that may be views of the data."""
+    """The task in a :class:`RunInfo`: no optimizer, which only the loop steps; its loader copies views of the data."""
 
     model: nn.Module
     loader: "Loader"
@@ -119,7 +109,7 @@ class RunInfo:
     experiment: str
     strategy: str
     output_dir: Path
-    task: VisibleTask = field(repr=False)
+    task: "TaskView | TrainingTask" = field(repr=False)
     loop: str
     seed: int
     optimizer_class: type[Optimizer]
