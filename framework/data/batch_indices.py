@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,14 +20,6 @@ BLOCK = 65_536
 PIECE = 1024
 """Rows of an order that are converted to Python integers at once."""
 T = TypeVar("T")
-
-
-@runtime_checkable
-class EpochSampler(Protocol):
-    """A sampler whose epoch is set before each iteration, such as torch's ``DistributedSampler``."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Prepare the order of ``epoch``."""
 
 
 def samplers_of(dataloader: "DataLoader[Any]") -> list[Any]:
@@ -110,7 +102,7 @@ def start_epoch(streams: RandomStreams, epoch: int, samplers: Sequence[Any], gen
     streams.derive("loader", "epoch", epoch)
     seed_all(generators)
     for sampler in samplers:
-        if isinstance(sampler, EpochSampler):
+        if hasattr(sampler, "set_epoch"):  # such as torch's DistributedSampler
             sampler.set_epoch(epoch)
 
 

@@ -5,7 +5,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +14,11 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from ..errors import UsageError
 from ..state import RandomStreams
-from .batch_indices import EpochSampler, GeneratorOfBlock, batch_indices, draws_by_function, on_streams, samplers_of
+from .batch_indices import GeneratorOfBlock, batch_indices, draws_by_function, on_streams, samplers_of
 from .generators import all_holders, dataset_generators, seed_all, undisturbed
 from .loader_inspection import preserved_loader
 from .loaders import Batch, Loader, SourceOfRows, as_defined, derived_seed
 from .sampled_rows import draw_all_rows, rows_of_known_sampler
-
-
-@runtime_checkable
-class BatchedDataset(Protocol):
-    """A dataset that can fetch all items of a batch at once, such as torch's ``Subset``."""
-
-    def __getitems__(self, indices: list[Any]) -> list[Any]:
-        """Return the items of ``indices``."""
 
 
 @dataclass(eq=False)
@@ -50,10 +42,6 @@ class SeededBatches(Dataset[Any]):
     epoch: int
     batched: bool
 
-    def __post_init__(self) -> None:
-        """Check once, since isinstance() with a protocol is slow."""
-        self._fetches_at_once = self.batched and isinstance(self.dataset, BatchedDataset)
-
     def __getitem__(self, numbered: tuple[int, Any]) -> Any:
         number, index = numbered
         self.streams.derive(f"loader/{self.epoch}", "batch", number)
@@ -62,7 +50,7 @@ class SeededBatches(Dataset[Any]):
             seed_all(generators)
             if not self.batched:
                 items = self.dataset[index]
-            elif self._fetches_at_once:
+            elif hasattr(self.dataset, "__getitems__"):  # such as torch's Subset
                 items = self.dataset.__getitems__(index)
             else:
                 items = [self.dataset[item] for item in index]
@@ -105,7 +93,7 @@ def without_generators(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
         elif isinstance(sampler, (RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)):
             sampler = copy(sampler)
             sampler.generator = None
-        elif isinstance(sampler, EpochSampler):
+        elif hasattr(sampler, "set_epoch"):
             # set_epoch() is called on the copy, since the original may be at another epoch.
             sampler = copy(sampler)
         return sampler
