@@ -23,6 +23,13 @@ def opposite(history: History, metric: str) -> RuleValue:
     return RuleValue(float(np.min(-curve.values)) if len(curve) >= 3 else 0.0, curve.first_step)
 
 
+def shown(history: History, metric: str) -> RuleValue:
+    """Return 1, from the first of them on, if at least three checks have shown a property; the others know nothing."""
+    curve = history.curve(metric)
+    step = curve.first_step_where(curve.values > 0)
+    return RuleValue(int(np.sum(curve.values > 0) >= 3), step or curve.first_step)
+
+
 class PolicyLossSign(Detector):
     """Finds a policy loss without its minus sign, which makes good actions less probable.
 
@@ -131,7 +138,7 @@ class ReturnsThroughEnds(Rule):
     name = "returns-through-ends"
     stage = "set-up"
     needs = ()
-    read = staticmethod(least)
+    read = staticmethod(shown)
     metric = f"{HEALTH}/returns_through_ends"
     severity = "critical"
     why = (

@@ -49,7 +49,8 @@ FAULTS: dict[str, Course] = {
     "policy-loss-sign": {"policy_health/return_correlation": line(-0.9, -0.7, 0.1)},
     "entropy-bonus-sign": {"policy_health/entropy_sign": line(1, 1)},
     "divergence-penalty-sign": {"policy_health/divergence_sign": line(-1, -1)},
-    "returns-through-ends": {"policy_health/returns_through_ends": line(1, 1)},
+    # as long as the critic gives values near 0, nothing is carried beyond an end
+    "returns-through-ends": {"policy_health/returns_through_ends": [0.0] * 5 + [1.0] * (POINTS - 5)},
     "trained-reference": {"policy_health/reference_learns": line(1, 1)},
     "advantages-of-pairs": {"policy_health/advantages_of_pairs": line(1, 1)},
     "target-network-stuck": {
