@@ -125,7 +125,7 @@ def test_runs_without_a_seed_are_refused(tmp_path):
 def test_metric_of_some_seeds_is_averaged(runs):
     """The mean covers the seeds that have the metric, and an unknown metric raises an error with its name."""
     for seed in (2, 3):
-        path = next((runs / f"a/seed-{seed}").glob("*.jsonl"))
+        path = runs / f"a/seed-{seed}/a.jsonl"
         path.write_text(path.read_text().replace(CURVE, "m/other"))
     read, _ = read_runs([runs / "a"], lambda name: True, None)
     picture = seeds_picture(read, ["m/*"], overlay=False)
