@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, islice
-from operator import attrgetter, call
+from itertools import chain, filterfalse, islice
+from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from .watch_list import WatchList, contents_of_batch, same_values, step_tensors
 # Autograd counts in-place writes, to reject stale saved tensors; only this private attribute gives the count.
 # map() with attrgetter is the fastest reader: 9 µs for 150 tensors, and as long again for their pointers.
 _version = attrgetter("_version")
+_is_none = partial(is_, None)
 
 Sweep = tuple[Any, ...]
 
@@ -193,12 +194,15 @@ class Tripwire:
         pure = (*chain.from_iterable(watch.pure_views),)
         mixed = (*chain.from_iterable(watch.mixed_views),)
         frequent = [*map(tuple, map(call, watch.tensor_readers)), *map(step_tensors, watch.step_views)]
-        temporary = [tensor for group in frequent for tensor in group if tensor is not None]
-        tensors = [*pure, *watch.nested_tensors, *temporary]
+        tensors = [*pure, *watch.nested_tensors, *filterfalse(_is_none, chain.from_iterable(frequent))]
         # Writes to the local shard of a DTensor do not increment the version counter of the DTensor itself.
         if watch.sharded:
             tensors = local_shards(tensors)
-        return (pure, mixed, *frequent, _column(_version, tensors)), tensors
+        try:
+            versions = (*map(_version, tensors),)
+        except Exception:
+            versions = _column(_version, tensors)
+        return (pure, mixed, *frequent, versions), tensors
 
     def _sweep_rest(self, tensors: list[Tensor]) -> Sweep:
         """Return the contents of attributes, the plain values, versions of tensors on attributes, and pointers."""

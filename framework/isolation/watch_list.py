@@ -17,7 +17,12 @@ _MISSING = object()
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _HOLDERS = (Tensor, tuple, partial)
 MOST_KNOWN = 10_000
+MOST_LAYOUTS = 64
 _PLAIN_SEQUENCES = frozenset({list, tuple})
+
+
+_Layout = tuple[tuple[type, ...], tuple[int, ...], list[int], Callable[[Any], tuple[Any, ...]] | None]
+"""Types of the values of all watched dicts, sizes of the dicts, places of containers, and a reader of these."""
 
 
 class WatchList:
@@ -51,9 +56,7 @@ class WatchList:
         spaces = [(space, part) for part in watched_parts for space in part.spaces]
         self._value_spaces, self._space_parts = [space for space, _ in spaces], [part for _, part in spaces]
         self._space_views = [*map(values_of, self._value_spaces)]
-        self._space_kinds: tuple[type, ...] = ()
-        self._space_containers: list[int] = []
-        self._get_sequences: Callable[[Any], tuple[Any, ...]] | None = None
+        self._layouts: dict[tuple[tuple[type, ...], tuple[int, ...]], _Layout] = {}
         self._keyed_parts = [part for part in watched_parts if part.key]
         self._key_getters = [getter for part in self._keyed_parts for getter in part.key]
         self._key_values = (*map(call, self._key_getters),)
@@ -117,22 +120,27 @@ class WatchList:
         before, so that two results are compared quickly.
         """
         values = (*chain.from_iterable(self._space_views),)
-        kinds = (*map(type, values),)
-        if kinds != self._space_kinds:
-            self._space_kinds, self._space_containers = kinds, self._find_containers(kinds)
-            are_plain = _PLAIN_SEQUENCES.issuperset([kinds[place] for place in self._space_containers])
-            places = self._space_containers if are_plain and len(self._space_containers) > 1 else ()
-            self._get_sequences = itemgetter(*places) if places else None
-        sizes = [*map(len, self._space_views)]
-        if self._get_sequences is not None:
+        key = (*map(type, values),), (*map(len, self._space_views),)
+        kinds, sizes, containers, get_sequences = self._layouts.get(key) or self._add_layout(*key)
+        if get_sequences is not None:
             # Nearly always all containers are lists and tuples of numbers, such as the betas, and then a few C calls
             # give what contents_of() returns for each of them.
-            items = (*map(tuple, self._get_sequences(values)),)
+            items = (*map(tuple, get_sequences(values)),)
             inner_kinds = (*map(type, chain.from_iterable(items)),)
             if ATOMS.issuperset(inner_kinds):
-                return values, self._space_kinds, sizes, items, inner_kinds
-        contents = [contents_of(values[place]) for place in self._space_containers]
-        return values, self._space_kinds, sizes, contents, None
+                return values, kinds, sizes, items, inner_kinds
+        return values, kinds, sizes, [*map(contents_of, map(values.__getitem__, containers))], None
+
+    def _add_layout(self, kinds: tuple[type, ...], sizes: tuple[int, ...]) -> "_Layout":
+        """Return the layout of the watched dicts with values of these types, and remember it: a step has a few."""
+        containers = self._find_containers(kinds)
+        are_plain = _PLAIN_SEQUENCES.issuperset([kinds[place] for place in containers])
+        places = containers if are_plain and len(containers) > 1 else ()
+        if len(self._layouts) >= MOST_LAYOUTS:
+            self._layouts.clear()
+        layout = kinds, sizes, containers, itemgetter(*places) if places else None
+        self._layouts[kinds, sizes] = layout
+        return layout
 
     def _find_containers(self, kinds: tuple[type, ...]) -> list[int]:
         """Return the positions, among the values of all dicts, of those whose contents are compared.
@@ -157,7 +165,7 @@ class WatchList:
             return self._space_parts[sizes].label
         # The sizes are equal, so that the position of a value, type or content gives its dict.
         owners = [(part, key) for space, part in self._spaces_with_parts for key in space]
-        places = [*range(len(owners)), *range(len(owners)), *self._space_containers]
+        places = [*range(len(owners)), *range(len(owners)), *self._find_containers(now[1])]
         flat = [(*values, *kinds, *_contents_of_each(*contents)) for values, kinds, _, *contents in (previous, now)]
         index = _first_difference(*flat)
         if index == len(places):
@@ -192,6 +200,8 @@ class WatchList:
                 for place, value in enumerate(attributes)
                 if type(value) not in ATOMS and isinstance(value, _HOLDERS) and self._holds_tensor(value)
             ]
+        if not self._positions:
+            return []
         # read again, since another object may have reused an address
         return [tensor for place in self._positions for tensor in _fixed_tensors(attributes[place])]
 
