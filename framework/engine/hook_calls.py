@@ -118,7 +118,13 @@ class HookCalls:
             return
         if point not in STEP_POINTS and any(map(REPORTS_EVALUATIONS, due_listeners)):
             loop.has_unreported_evaluation = False
-        isolation = self._isolation
+        if self._hooks.taps.is_idle:
+            self._visit(point, due_listeners)
+        else:
+            self._hooks.call_each(partial(self._visit, point, due_listeners))
+
+    def _visit(self, point: HookPoint, due_listeners: Sequence[Listener]) -> None:
+        loop, isolation = self._state.loop, self._isolation
         try:
             isolation.start_visit()
             context = self._create_context(point)

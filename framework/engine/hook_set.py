@@ -77,7 +77,7 @@ class HookSet:
         self.isolation = isolation
         self.profiler = profiler
         self._state = state
-        self._taps = taps
+        self.taps = taps
         self._offload = offload
         self.ranks = ranks
         self._unannounced: list[Failure] = []
@@ -88,7 +88,7 @@ class HookSet:
         """Whether the series of the steps contains the newest one; without a budget it contains all."""
         self.timer: CallTimer | None = None
         """Times the calls of hooks, under a budget."""
-        self._disabled = False
+        self._disabled = self._has_disabled_taps = False
         self._checked_first_batch = False
 
     def __iter__(self) -> Iterator[TrainingHook]:
@@ -112,8 +112,19 @@ class HookSet:
         self.profiler.caller = hook.name
         if self._offload is not None:
             function = partial(self._offload.call, hook, function)
-        call = _call_type(type(hook))(hook.name, where, step)
-        if intervention is None and self._taps.is_idle:
+        # Without the function of Python that creates a named tuple.
+        call = tuple.__new__(Call, (hook.name, where, step, *_traits(type(hook))))
+        is_observer = intervention is None and (self.taps.is_idle or self._has_disabled_taps)
+        if is_observer and self.timer is None and not self.profiler.enabled:  # nearly always, with few functions
+            if self._disabled:
+                return None
+            self.has_unsynchronised_calls = True
+            try:
+                return self.isolation.observe(call, function)
+            except BaseException as error:
+                self._handle_error(hook, where, step, error)
+                return None
+        if is_observer:
             run_hook = partial(self.isolation.observe, call, function)
         else:
             run_hook = partial(self._run_in_gate, call, function, intervention)
@@ -141,24 +152,36 @@ class HookSet:
             result = run_hook()
             if collective:
                 self.ranks.join()
-        except StateMutationError as error:
+        except BaseException as error:
+            self._handle_error(hook, where, step, error, collective=collective)
+            return None
+        return result
+
+    def _handle_error(
+        self, hook: TrainingHook, where: str, step: int, error: BaseException, *, collective: bool = False
+    ) -> None:
+        """Handle an error of a call, or raise the one with which the run ends."""
+        if isinstance(error, StateMutationError):
             if str(error).startswith(f"Hook {hook.name!r} at {where} "):  # otherwise earlier calls are named
                 error.args = (" ".join(filter(None, [str(error), advice_on_mutation(hook, where, error)])),)
             self.handle_mutation(error, hook.name, where, step, collective=collective)
-            return None
-        except (KeyboardInterrupt, RankLostError):
-            raise
-        except NoLossError as error:
-            if self.ranks.are_many:  # the other ranks may have a loss, and wait for this one
-                self._handle_failure(hook, where, step, error, collective=collective)
-            return None
-        except RankError as error:
+        elif isinstance(error, (KeyboardInterrupt, RankLostError)):
+            raise error
+        elif isinstance(error, RankError):
             self._drop_after(hook, partial(self.failures.mirror, error))
-            return None
-        except BaseException as error:  # includes SystemExit, which would end the run as if it had completed
+        # Without a loss on this rank alone, the others may have one, and wait for it. SystemExit is a failure as well,
+        # since it would end the run as if it had completed.
+        elif self.ranks.are_many or not isinstance(error, NoLossError):
             self._handle_failure(hook, where, step, error, collective=collective)
-            return None
-        return result
+
+    def call_each(self, call_hooks: Callable[[], None]) -> None:
+        """Call a function that makes several calls, with the taps disabled once for all of them."""
+        with self.taps.disabled():
+            self._has_disabled_taps = True
+            try:
+                call_hooks()
+            finally:
+                self._has_disabled_taps = False
 
     def handle_mutation(
         self, error: StateMutationError, name: str, where: str, step: int, *, collective: bool = False
@@ -175,7 +198,7 @@ class HookSet:
         """Query a hook's metadata or state, isolated but neither profiled nor offloaded."""
         step = self._state.loop.step
         with self.isolation.visit():
-            call = _call_type(type(hook))(hook.name, where, step)
+            call = call_of(hook, where, step)
             return self._call_safely(hook, where, step, partial(self._run_in_gate, call, function))
 
     def call_tap(self, hook: TrainingHook, target: str, function: Callable[[], Result]) -> Result | None:
@@ -184,12 +207,12 @@ class HookSet:
 
     def call_before_backward(self, hook: TrainingHook, function: Callable[[], None]) -> None:
         """Call a hook between a forward and a backward pass of the run, without gradient tracking."""
-        with torch.no_grad(), self._taps.disabled():
+        with torch.no_grad(), self.taps.disabled():
             self._call_in_pass(hook, "before_backward", function)
 
     def _call_in_pass(self, hook: TrainingHook, where: str, function: Callable[[], Result]) -> Result | None:
         """Call the code of a hook during a pass of the run: checked for mutations, but never rolled back."""
-        call = _call_type(type(hook))(hook.name, where, self._state.loop.step)
+        call = call_of(hook, where, self._state.loop.step)
         if self._offload is not None:
             function = partial(self._offload.call, hook, function)
 
@@ -208,7 +231,7 @@ class HookSet:
 
     def run_rolled_back(self, hook: InterventionHook, where: str, function: Callable[[], Result]) -> Result:
         """Run the function of an intervention that is not one of the run's hooks; its errors are raised."""
-        call = _call_type(type(hook))(hook.name, where, self._state.loop.step)
+        call = call_of(hook, where, self._state.loop.step)
         return self._run_in_gate(call, function, hook)
 
     @property
@@ -251,7 +274,7 @@ class HookSet:
     def _run_in_gate(
         self, call: Call, function: Callable[[], Result], intervention: InterventionHook | None = None
     ) -> Result:
-        with self._taps.disabled():
+        with self.taps.disabled():
             if intervention is None:
                 return self.isolation.observe(call, function)
             return self.isolation.intervene(call, function, mutates=intervention.mutates)
@@ -369,7 +392,7 @@ class HookSet:
 
     def leave_out_tapping(self, sentence: str) -> None:
         """Leave out the hooks with taps; raises :class:`UsageError` with the ``sentence`` if one was named."""
-        if names := self._taps.hooks:
+        if names := self.taps.hooks:
             self.leave_out(names, "start", UsageError(f"{sentence} Hooks with taps: {listed(sorted(names))}."))
 
     def leave_out_for_closures(self, optimizer: str) -> None:
@@ -470,10 +493,15 @@ class HookSet:
             self.tables[hook.name] = table
 
 
+def call_of(hook: TrainingHook, where: str, step: int) -> Call:
+    """Return the call of a hook at a place and a step."""
+    return Call(hook.name, where, step, *_traits(type(hook)))
+
+
 @cache
-def _call_type(kind: type[TrainingHook]) -> Callable[[str, str, int], Call]:
-    """Return the function that creates the calls of the hooks of a class, from their name, place and step."""
+def _traits(kind: type[TrainingHook]) -> tuple[str, bool, bool]:
+    """Return the kind of the calls of a class of hooks, whether it is shipped, and whether it may draw numbers."""
     needs = ("needs_loss", "needs_loader", "mutates")
     # Hooks of loopscope that only read what the loop has computed draw nothing.
     draws = not is_shipped(kind) or any(getattr(kind, need, False) for need in needs)
-    return partial(Call, kind="Hook", is_shipped=is_shipped(kind), draws=draws)
+    return "Hook", is_shipped(kind), draws
