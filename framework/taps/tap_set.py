@@ -41,6 +41,8 @@ class TapSet:
         self._call_watch = ExitStack()
         self._watches_calls = False
         self._steps = 0
+        self._have_left_graphs = False
+        """Whether no tap is in a graph of torch.compile, or will be."""
         self._awaits_call = False
         """Whether compiled code existed before the step, and neither the model nor a tap was called since."""
         self.is_idle = not self._compiled
@@ -55,7 +57,7 @@ class TapSet:
         CHECKS.keeps_all = self._keeps_all
         try:
             for declared in taps:
-                self.is_idle = False
+                self.is_idle = self._have_left_graphs = False
                 tap = AttachedTap(
                     owner, declared, self._model, self._passes, compiled=self._has_compiled_parts, audit=self._audit
                 )
@@ -73,9 +75,10 @@ class TapSet:
         """
         self._steps += 1
         if self._steps > 1 and not (self._compiled or (self._steps == 2 and self._is_uncalled)):
-            taps = [*chain(*self._taps.values())]
-            if not any(tap.is_in_graph for tap in taps):
-                for tap in taps:
+            if not self._have_left_graphs:
+                taps = [*chain(*self._taps.values())]
+                self._have_left_graphs = not any(tap.is_in_graph for tap in taps)
+                for tap in taps if self._have_left_graphs else ():
                     tap.leave_graphs()
             self._detach_idle()
         self._awaits_call = not self._passes.have_called_taps and has_compiled_code()
@@ -124,8 +127,9 @@ class TapSet:
 
     @property
     def _is_uncalled(self) -> bool:
-        is_attached = any(tap.is_attached for taps in self._taps.values() for tap in taps)
-        return is_attached and self._awaits_call and not self._passes.have_called_taps
+        if not self._awaits_call or self._passes.have_called_taps:
+            return False
+        return any(tap.is_attached for taps in self._taps.values() for tap in taps)
 
     def describe_new_graphs(self) -> str:
         """Describe the comparisons of graphs with and without taps since the last call; empty if there were none.
