@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..combined_optimizers import optimizer_classes
 from ..data import Batch, RowNumbers, first_batch, global_batches, with_copied_batches
-from ..errors import RunNotice, UsageError, require, warn
+from ..errors import RunNotice, UsageError, listed, require, warn
 from ..hooks import (
     EPOCH_END,
     Alert,
@@ -406,12 +406,23 @@ class HookManager:
 
     def _check_compiled_taps(self) -> None:
         """Report what taps change in graphs of torch.compile, and taps that no graph calls, once each."""
+        if self.task.ranks.are_many and (labels := self.taps.disputed(self.task.ranks)):
+            self._leave_out_tapping(
+                self.taps.hooks_on(labels),
+                f"Reading {listed(sorted(labels))} changes the numbers of compiled graphs on some ranks only, so that "
+                "the ranks would report different modules. Train without compiling them, or with compiled='all'.",
+            )
         if sentence := self.taps.describe_new_graphs():
             self.log(logging.INFO, "%s", sentence)
-        if self.taps.is_bypassed and (names := self.taps.hooks & {hook.name for hook in self.hooks}):
-            error = UsageError(
+        if self.taps.is_bypassed:
+            self._leave_out_tapping(
+                self.taps.hooks,
                 "The training calls code that was compiled before the hooks started, without the taps of this one. "
-                "Attach before the first compiled step, and iterate over scope.batches(loader)."
+                "Attach before the first compiled step or call torch.compiler.reset() first, and iterate over "
+                "scope.batches(loader).",
             )
+
+    def _leave_out_tapping(self, names: set[str], reason: str) -> None:
+        if names := names & {hook.name for hook in self.hooks}:
             self.hooks.failures.required -= names  # the training continues without them
-            self.hooks.leave_out(names, "taps", error)
+            self.hooks.leave_out(names, "taps", UsageError(reason))

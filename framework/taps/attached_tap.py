@@ -96,6 +96,12 @@ class AttachedTap:
         """Whether a graph of torch.compile has called the tap."""
         return any(tap.is_in_graph for _, _, tap in self._site_taps)
 
+    @property
+    def labels(self) -> set[str]:
+        """The labels of its modules in graphs of torch.compile."""
+        sites = [vars(module).get("_site_in_graphs") for module, _, _ in self._site_taps]
+        return {site.label for site in sites if site is not None}
+
     def leave_graphs(self) -> None:
         """Remain outside of graphs from now on."""
         self._site_taps.clear()

@@ -135,6 +135,8 @@ def _due(number: Tensor | None, kind: str) -> list[SiteFunction]:
     site.is_in_graph = True
     for tap in site.taps:
         tap.is_in_graph = True
+    if site.label in CHECKS.left_out:
+        return []
     return [tap.function for tap in site.taps if tap.kind == kind and tap.is_active()]
 
 

@@ -10,10 +10,13 @@ from torch import nn
 from ..errors import listed, notice
 from ..hooks import Tap, TapOwner
 from ..state import InternalFunction, has_compiled_code
-from ..training import eagerly, is_compiled
+from ..training import Ranks, eagerly, is_compiled
 from .attached_tap import AttachedTap
 from .compiled_checks import CHECKS
 from .passes import RunningPasses
+
+AGREEMENTS = 3
+"""The steps after which ranks exchange what they leave out: torch compiles graphs for all shapes at the second one."""
 
 
 class TapSet:
@@ -36,6 +39,7 @@ class TapSet:
         self._passes = RunningPasses()
         self._results = len(CHECKS.results)
         self._keeps_all = keeps_all
+        self._agreements = 0
         self.graphs: dict[str, Any] = {"compared": 0, "changed_by": [], "kept": keeps_all}
         """The number of compiled graphs that were compared with and without taps, and the taps that changed numbers."""
         self._call_watch = ExitStack()
@@ -131,6 +135,30 @@ class TapSet:
             return False
         return any(tap.is_attached for taps in self._taps.values() for tap in taps)
 
+    def disputed(self, ranks: Ranks) -> set[str]:
+        """Return the labels of taps that this rank has left out newly, and another has read in this step.
+
+        The ranks exchange them after the first backward passes, and then no rank reads what one has left out. Later a
+        rank may compile a graph alone, for the shapes of its rows.
+        """
+        labels = set(chain(*CHECKS.results[self._results + self.graphs["compared"] :]))
+        if self._agreements == AGREEMENTS:
+            disputed = labels - CHECKS.left_out
+        else:
+            self._agreements += 1
+            ranks.join()
+            by_rank = [set(rank_labels) for rank_labels in ranks.gather(sorted(labels))]
+            labels = set[str]().union(*by_rank)
+            disputed = labels - by_rank[0].intersection(*by_rank) - CHECKS.left_out
+        if self._keeps_all:
+            return set()
+        CHECKS.left_out |= labels
+        return disputed
+
+    def hooks_on(self, labels: set[str]) -> set[str]:
+        """Return the names of the hooks with taps of these labels."""
+        return {owner.hook for owner, taps in self._taps.items() if any(tap.labels & labels for tap in taps)}
+
     def describe_new_graphs(self) -> str:
         """Describe the comparisons of graphs with and without taps since the last call; empty if there were none.
 
@@ -148,6 +176,11 @@ class TapSet:
                 if self._keeps_all
                 else "would change the last bits of the training, so they are left out; compiled='all' keeps them"
             )
+            if CHECKS.are_split:
+                effect = (
+                    "are left out, since torch splits graphs by the buckets of DistributedDataParallel; set "
+                    "torch._dynamo.config.optimize_ddp = False before the first step, which compiles whole graphs"
+                )
             notice(f"In the graphs of torch.compile, the taps on {listed(changed)} {effect}.")
         verb = "changes" if known and self._keeps_all else "leaves"
         end = "" if known and self._keeps_all else " unchanged"
