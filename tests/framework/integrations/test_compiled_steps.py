@@ -89,6 +89,19 @@ def test_hooks_keep_bits_of_compiled_functions(tmp_path: Path, compiled: str, gr
 
 
 @pytest.mark.compile
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@torch._dynamo.config.patch(compiled_autograd=True)
+def test_compiled_autograd_of_compiled_steps_is_read(tmp_path: Path) -> None:
+    """The backward pass is called in a compiled function, and is compiled by the configuration of torch."""
+    bare, _ = train("step")
+    captures = torch._dynamo.utils.counters["compiled_autograd"]["captures"]
+    weights, _ = train("step", hooks=["activations"], out=tmp_path / "run")
+    assert weights == bare
+    assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] == captures > 0
+    assert '"activations/' in (tmp_path / "run" / "run.jsonl").read_text()
+
+
+@pytest.mark.compile
 def test_compiled_functions_need_no_loss_function(tmp_path: Path) -> None:
     """Taps receive the values of the training's pass, without a break of its graph."""
     weights, breaks = train("loss", hooks=["activations"], out=tmp_path / "run")
@@ -140,9 +153,33 @@ def test_functions_compiled_before_attach_are_reported(tmp_path: Path) -> None:
     optimizer.zero_grad()
     with loopscope.attach(model, optimizer, out=tmp_path / "run", hooks=["activations"], display="none") as scope:
         for step, batch in enumerate(scope.batches(DATA)):
-            with pytest.warns(RunNotice, match="compiled before the hooks started") if step == 1 else nullcontext():
+            with (
+                pytest.warns(RunNotice, match=r"compiled before the hooks started.*torch\.compiler\.reset")
+                if step == 1
+                else nullcontext()
+            ):
                 scope.backward(compute(batch))
             optimizer.step()
             optimizer.zero_grad()
         assert scope._attached.manager.state.loop.step == len(DATA)
     assert "activations" in json.loads((tmp_path / "run" / "summary.json").read_text())["hooks_left_out"]
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_reset_compiler_includes_taps_in_warm_functions(tmp_path: Path) -> None:
+    """The remedy that the notice names, for scripts that cannot attach before their first compiled step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    compute = torch.compile(lambda batch: loss_of(model, batch), backend="aot_eager")
+    compute(DATA[0]).backward()
+    optimizer.zero_grad()
+    torch.compiler.reset()
+    with loopscope.attach(model, optimizer, out=tmp_path / "run", hooks=["activations"], display="none") as scope:
+        for batch in scope.batches(DATA):
+            scope.backward(compute(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not json.loads((tmp_path / "run" / "summary.json").read_text())["hooks_left_out"]
+    assert '"activations/' in (tmp_path / "run" / "run.jsonl").read_text()

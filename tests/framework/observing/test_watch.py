@@ -55,6 +55,37 @@ def summary(folder: Path, name: str = "run_0") -> dict[str, Any]:
 ARGUMENTS = ("--lr", "1e-3")
 
 
+COMPILED = """
+class Net(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+    def forward(self, inputs):
+        return self.layers(inputs)
+model = Net(model)
+"""
+IN_PLACE = {
+    "compile": "model.compile(backend='aot_eager')",
+    "forward": "model.forward = torch.compile(model.forward, backend='aot_eager')",
+}
+
+
+@pytest.mark.compile
+@pytest.mark.slow_rows("forward")
+@pytest.mark.parametrize("way", IN_PLACE)
+def test_models_compiled_in_place_are_watched(tmp_path: Path, way: str) -> None:
+    """The output is that of the script alone, every graph is compared, and a hook with taps reports."""
+    text = TRAINING.replace("optimizer = ", f"{COMPILED}{IN_PLACE[way]}\noptimizer = ")
+    path = script(tmp_path, "print(torch._dynamo.utils.counters['stats']['unique_graphs'])", text)
+    alone, words = run(tmp_path, sys.executable, path, watched=False), ("--hooks", "activations", "--")
+    watched = run(tmp_path, *words, sys.executable, path)
+    assert (watched.stdout, watched.returncode) == (alone.stdout, 0), watched.stderr
+    found = summary(tmp_path)
+    assert (found["steps"], found["hooks_left_out"], found["compiled_graphs"]["changed_by"]) == (6, {}, [])
+    assert found["compiled_graphs"]["compared"] > 0
+    assert any('"activations/' in file.read_text() for file in (tmp_path / "loopscope-runs/run_0").glob("*.jsonl"))
+
+
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the output of the script alone, with arguments."""
