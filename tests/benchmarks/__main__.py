@@ -10,6 +10,7 @@ import torch
 
 from tests.benchmarks.attach_cost import bare_attach, trainers
 from tests.benchmarks.checkpoint_cost import checkpoints, resuming, resuming_together
+from tests.benchmarks.compiled_cost import compiled_steps
 from tests.benchmarks.console_cost import displays
 from tests.benchmarks.digest_cost import at_snapshots, digests
 from tests.benchmarks.fire_cost import cost_per_tensor, empty_dispatch, observers_per_dispatch
@@ -50,6 +51,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Shown]]]]]
     "whole": ("What it costs you", (whole_runs,)),
     "loop": ("The loop", (loop_cost,)),
     "attach": ("Custom training loops and trainers", (bare_attach, trainers)),
+    "compiled": ("Compiled models", (compiled_steps,)),
     "fire": ("Observers", (empty_dispatch, observers_per_dispatch, cost_per_tensor, observers_in_the_loop)),
     "guardian": ("Interventions", (save_and_restore, interventions)),
     "clip": ("Clipping", (clipping,)),
