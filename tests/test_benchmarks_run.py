@@ -22,7 +22,9 @@ from tests.benchmarks.timing import Spread, Turns, difference, in_slices, ratio
 from tests.support.processes import own_process
 
 TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32}
-SLOW_BENCHMARKS = ("each", "overflow", "lowbit", "others", "ranks", "checkpoints", "tied", "health", "attach", "whole")
+SLOW_BENCHMARKS = (
+    *("each", "overflow", "lowbit", "others", "ranks", "checkpoints", "tied", "health", "attach", "whole", "compiled"),
+)
 """Benchmarks that together take three minutes and whose code other tests also run."""
 WITHOUT_BARS = ("each", "others", "record", "whole")
 ROWS = {

@@ -77,7 +77,8 @@ def in_turns(size: Sized, cadences: Sequence[int | None], backend: str, blocks: 
                 seconds[index].append(pipes[index][0].recv())
     finally:
         for process in processes:
-            process.kill()
+            if process.pid is not None:
+                process.kill()
     return seconds
 
 

@@ -21,17 +21,18 @@ pytestmark = [
 HOOKS = ["activations", "gradient_flow"]
 
 
-def check_record(folder: Path) -> None:
-    """Check that graphs were compared, and that both hooks have reported or that modules without taps are named."""
+def check_record(folder: Path, *, may_change_bits: bool = False) -> None:
+    """Check that graphs were compared and both hooks have reported, or, with inductor, what changes bits is named."""
     summary = json.loads((folder / "summary.json").read_text())
     assert not summary["hooks_left_out"]
     assert summary["compiled_graphs"]["compared"] > 0
     text = "".join(path.read_text() for path in folder.glob("*.jsonl"))
-    assert summary["compiled_graphs"]["changed_by"] or all(f'"{name}/' in text for name in HOOKS)
+    are_reported = all(f'"{name}/' in text for name in HOOKS)
+    assert are_reported or (may_change_bits and summary["compiled_graphs"]["changed_by"])
 
 
+@pytest.mark.slow
 @pytest.mark.compile
-@pytest.mark.slow_rows("inductor")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_torch_compile_of_hugging_face_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """The state after every step is that of the Trainer alone, which has as many graphs and breaks."""
@@ -49,7 +50,7 @@ def test_torch_compile_of_hugging_face_is_read(tmp_path: Path, monkeypatch: pyte
     assert len(steps[0]) == 7
     for bare, hooked in zip(*steps, strict=True):
         assert all(map(torch.equal, bare, hooked))
-    check_record(tmp_path / "hooked/loopscope-runs/run_0")
+    check_record(tmp_path / "hooked/loopscope-runs/run_0", may_change_bits=backend == "inductor")
 
 
 class Net(nn.Module):

@@ -70,8 +70,8 @@ IN_PLACE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.compile
-@pytest.mark.slow_rows("forward")
 @pytest.mark.parametrize("way", IN_PLACE)
 def test_models_compiled_in_place_are_watched(tmp_path: Path, way: str) -> None:
     """The output is that of the script alone, every graph is compared, and a hook with taps reports."""
