@@ -14,6 +14,8 @@ TESTED_ELSEWHERE = "writing-an-experiment.md"  # tests/experiments/test_writing_
 WITH_BLOCKS = [page for page in PAGES if blocks(page) and page.name != TESTED_ELSEWHERE]
 SLOW_PAGES = (
     "CONTRIBUTING.md",
+    "check.md",
+    "first-run.md",
     "many-processes.md",
     "comparing.md",
     "compiled-models.md",

@@ -141,6 +141,7 @@ def test_strategies_form_one_wandb_group(offline):
     assert config.keys() >= SmallConfig().as_dict().keys()
 
 
+@pytest.mark.slow
 def test_wandb_variables_have_their_effect(tmp_path, monkeypatch):
     """W&B's own client reads them; without an option they replace loopscope's defaults."""
     variables = {"PROJECT": "mine", "ENTITY": "us", "NAME": "seventh", "RUN_GROUP": "sweep", "TAGS": "a,b"}

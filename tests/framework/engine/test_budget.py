@@ -250,6 +250,7 @@ def factors_of(run: Any) -> dict[int, dict[str, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_one_slow_window_does_not_relax(clock: Clock) -> None:
     """An evaluation that takes the time of a window leaves the schedules as they are."""
     times = [STEP] * (4 * WINDOW) + [STEP * 200] + [STEP] * (3 * WINDOW)
@@ -258,6 +259,7 @@ def test_one_slow_window_does_not_relax(clock: Clock) -> None:
     assert len(factors_of(run)) == 1
 
 
+@pytest.mark.slow
 def test_repeated_decisions_give_equal_calls(clock: Clock) -> None:
     """A run with the decisions of another one calls its hooks at the same steps, at any cost."""
     first = costly(clock, "large", STEP)

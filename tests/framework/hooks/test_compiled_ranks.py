@@ -145,6 +145,7 @@ class HeadReader(Reader):
         return [tap for tap in super().taps(model) if tap.target == "blocks.0.up"]
 
 
+@pytest.mark.slow
 def test_split_graphs_of_replicas_have_no_taps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits are kept; the next test has the remedy of the notice."""
     monkeypatch.setenv("OUT", str(tmp_path / "run"))
@@ -173,6 +174,7 @@ def disputed() -> tuple[bool, dict[str, int], dict[str, int]]:
     return states == train("DDP of blocks", None, [], careless), reader.calls, other.calls
 
 
+@pytest.mark.slow
 def test_hooks_on_sites_that_ranks_dispute_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ranks leave out the hook whose values would come from one rank, and keep the other hook and the bits."""
     monkeypatch.setenv("OUT", str(tmp_path / "run"))

@@ -175,7 +175,7 @@ def test_taps_that_change_bits_are_named(tmp_path: Path, mode: str, capfd: pytes
     assert equal(weights, bare) == (mode == "safe")
 
 
-@pytest.mark.slow_rows("blocks", "function")
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["model", "blocks", "function"])
 def test_one_graph_for_all_shapes_is_read(tmp_path: Path, place: str) -> None:
     """With ``dynamic=True``, batches of other sizes compile nothing."""
@@ -187,7 +187,7 @@ def test_one_graph_for_all_shapes_is_read(tmp_path: Path, place: str) -> None:
     assert [len(value) for value in reader.values["head output"]] == [2, 3, 4, 4]
 
 
-@pytest.mark.slow_rows("blocks", "function")
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["model", "blocks", "function"])
 def test_compiled_autograd_keeps_bits_and_is_read(tmp_path: Path, place: str) -> None:
     bare, reader = train(None, place, compiles_autograd=True), Reader()

@@ -88,6 +88,7 @@ def test_hooks_keep_bits_of_compiled_functions(tmp_path: Path, compiled: str, gr
     assert compiled != "loss" or breaks_with_hooks == breaks == 0
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @torch._dynamo.config.patch(compiled_autograd=True)

@@ -27,8 +27,8 @@ for step, batch in enumerate(scope.batches([torch.ones(2, 4)] * 40)):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.some_rows(2)
 @pytest.mark.parametrize(
     ("ending", "status", "error"),
     [

@@ -180,6 +180,7 @@ def test_optimizers_of_fastai_are_noticed(tmp_path: Path) -> None:
     assert summary(tmp_path)["steps"] == 6
 
 
+@pytest.mark.slow
 def test_training_stops_after_some_steps(tmp_path: Path) -> None:
     watched = run(tmp_path, "--stop-after", "3", "--", sys.executable, script(tmp_path))
     assert (watched.returncode, watched.stdout) == (0, "")

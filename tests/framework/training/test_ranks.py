@@ -233,13 +233,12 @@ def shard_results() -> dict[str, Any]:
     return all_outcomes("shards") | {"agreements": agreement_counts("shards")}
 
 
-@pytest.fixture(scope="module", params=[replica_results, shard_results])
+@pytest.fixture(scope="module", params=[replica_results, pytest.param(shard_results, marks=pytest.mark.slow)])
 def ranks(request, tmp_path_factory):
     """Return the results of each of three processes."""
     return on_ranks(request.param, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
-@pytest.mark.slow_rows("shard_results")
 @pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 def test_error_on_one_rank_ends_all_ranks(ranks):
@@ -254,7 +253,6 @@ def test_error_on_one_rank_ends_all_ranks(ranks):
         assert step == (2 if "SNAPSHOT" in name else 0 if name in ("unsuited", "start") else 1)
 
 
-@pytest.mark.slow_rows("shard_results")
 @pytest.mark.guarantee("ranks-agree")
 @pytest.mark.ranks
 def test_ranks_agree_on_steps_and_commits(ranks):

@@ -130,7 +130,7 @@ def rows(run: Run, hook: str) -> dict[tuple[str, int], float]:
     return {(name, step): value for name, _, step, value in run.sink.rows(hook + "/")}
 
 
-@pytest.mark.slow_rows("EmbeddingProvenance-epoch-3")
+@pytest.mark.some_rows(2)
 @pytest.mark.compile
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("loop", ["epoch", "step"])

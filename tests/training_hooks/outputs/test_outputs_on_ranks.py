@@ -87,7 +87,7 @@ def of_ranks(tmp_path_factory):
     return on_ranks(of_kinds, tmp_path_factory.mktemp("ranks"), 3)
 
 
-@pytest.mark.slow_rows("DDP", "FSDP2")
+@pytest.mark.slow
 @pytest.mark.guarantee("ranks-agree")
 @pytest.mark.parametrize("kind", KINDS)
 def test_metrics_on_three_ranks_match_one_process(kind, of_ranks):

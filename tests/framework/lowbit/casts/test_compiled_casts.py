@@ -391,6 +391,7 @@ def test_casts_inside_compiled_functions_match(monkeypatch):
     assert torch.equal(doubled, uncompiled(monkeypatch, BLOCK, values + values)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_concurrent_casts_compile_once(monkeypatch):
     """Four threads share one compiled graph and get the same bits."""
