@@ -397,6 +397,7 @@ def assert_no_alarm(kind: type, names: list[str], *, audit: bool) -> None:
     assert mutator.done == 4
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.guarantee("observers-change-nothing")
 @pytest.mark.parametrize("name", REVERTED_MUTATIONS)
 def test_harmless_mutation_raises_no_alarm(name: str) -> None:

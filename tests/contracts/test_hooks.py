@@ -294,6 +294,7 @@ def test_committing_hook_changes_only_declared_parts(name, case, steps):
 
 
 @pytest.mark.longer
+@pytest.mark.some_rows(2)
 @pytest.mark.guarantee("commits-are-declared")
 @every_hook_and_case(COMMITTING)
 def test_committing_hooks_apply_in_the_order_named(name, case):

@@ -122,7 +122,7 @@ def refused(name: str, odd: Odd) -> bool:
 
 
 @pytest.mark.longer
-@pytest.mark.some_rows(2)
+@pytest.mark.some_rows(3)
 @pytest.mark.guarantee("observers-change-nothing")
 @every_hook_and_row(QUIET)
 def test_hook_leaves_odd_run_unchanged_or_is_refused(name: str, odd: Odd) -> None:

@@ -162,7 +162,9 @@ def train(given: Any, out: Any = None, count: int = 3, **options: Any) -> bytes:
     return weights + torch.get_rng_state().numpy().tobytes() + repr(random.getstate()).encode()
 
 
-@pytest.mark.slow_rows("global position", "callable", "global streams", "enclosed position", "generator", "function of a function")
+@pytest.mark.slow_rows(
+    "global position", "callable", "global streams", "enclosed position", "generator", "function of a function"
+)
 @pytest.mark.guarantee("attached-loops-keep-their-bytes")
 @pytest.mark.some_rows(3)
 @pytest.mark.parametrize("kind", GIVEN)

@@ -1,6 +1,7 @@
 """Intervals of attached loops: SNAPSHOT at the end, means since the last one, evaluations at their steps."""
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -101,12 +102,32 @@ def test_own_step_loop_reports_evaluations_between_snapshots():
     assert [step for _, _, step in spy.seen] == [1, 2, 3, 4, 5]
 
 
-def test_runs_are_logged(tmp_path, caplog):
+class Kept(logging.Handler):
+    """Keeps the records of loopscope's logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    logger, handler = logging.getLogger("loopscope"), Kept()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler.records
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
+def test_runs_are_logged(tmp_path, logged):
     """The logger reports the start with the hooks, each evaluation, and the end."""
-    with caplog.at_level(logging.INFO, logger="loopscope"):
-        trained(tmp_path / "run", ["norms"], evaluate_at=(2,))
-    messages = [record.getMessage() for record in caplog.records if record.name == "loopscope"]
-    assert messages == [
+    trained(tmp_path / "run", ["norms"], evaluate_at=(2,))
+    assert [record.getMessage() for record in logged] == [
         "Started attached/run with the hooks training_metrics, norms.",
         "Evaluation after step 2: {'val_loss': 2.0}",
         "Ended as completed after step 7.",
@@ -114,7 +135,7 @@ def test_runs_are_logged(tmp_path, caplog):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_failures_are_logged_as_errors(tmp_path, caplog):
+def test_failures_are_logged_as_errors(tmp_path, logged):
     spy = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: 1 / 0)
     trained(tmp_path, [spy], on_hook_error="skip")
-    assert [record.levelname for record in caplog.records if record.name == "loopscope"] == ["ERROR"]
+    assert [record.levelname for record in logged if record.levelno > logging.INFO] == ["ERROR"]

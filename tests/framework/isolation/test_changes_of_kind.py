@@ -214,7 +214,7 @@ parametrised = pytest.mark.parametrize(
 
 
 @pytest.mark.longer
-@pytest.mark.some_rows(3)
+@pytest.mark.some_rows(5)
 @pytest.mark.guarantee("observers-change-nothing")
 @parametrised
 def test_run_may_change_kinds(case, loop, audit, tmp_path):
@@ -229,7 +229,7 @@ def test_run_may_change_kinds(case, loop, audit, tmp_path):
         assert final_contents(tasks[0]) == final_contents(tasks[1])
 
 
-@pytest.mark.some_rows(3)
+@pytest.mark.some_rows(5)
 @pytest.mark.guarantee("observers-change-nothing")
 @parametrised
 def test_observer_that_changes_kinds_is_caught(case, loop, audit, tmp_path):
@@ -242,7 +242,7 @@ def test_observer_that_changes_kinds_is_caught(case, loop, audit, tmp_path):
         LOOPS[loop](task, hook_calling(lambda: put(task, place, new_kind)), audit, tmp_path / "run")
 
 
-@pytest.mark.some_rows(3)
+@pytest.mark.some_rows(5)
 @pytest.mark.guarantee("interventions-are-undone")
 @parametrised
 def test_intervention_that_changes_kinds_is_rolled_back(case, loop, audit, tmp_path):
