@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -76,9 +76,8 @@ def schedulers_of(optimizer: Optimizer) -> list[Any]:
 
 def scaler_in_use() -> GradScaler | None:
     """Return the only enabled scaler of losses that the calling functions refer to, if there is one."""
-    found = [item for item in _objects((GradScaler,)) if item.is_enabled()]
-    referred = referred_by_callers() if found else set()
-    found = [item for item in found if id(item) in referred]
+    scalers = {id(value): value for value in _values_of_callers() if issubclass(type(value), GradScaler)}
+    found = [item for item in scalers.values() if item.is_enabled()]
     return found[0] if len(found) == 1 else None
 
 
@@ -91,12 +90,15 @@ def _objects(kinds: tuple[type, ...]) -> list[Any]:
 
 def referred_by_callers() -> set[int]:
     """Return the ids of the variables of all calling functions, and of the attributes of their objects."""
-    referred, frame = set[int](), sys._getframe(1)
-    above: FrameType | None = frame
-    while above is not None:
-        values = [*above.f_locals.values(), *above.f_globals.values()]
-        attributes = [getattr(value, "__dict__", None) for value in above.f_locals.values()]
-        values += [item for space in attributes if type(space) is dict for item in space.values()]
-        referred |= {*map(id, values)}
-        above = above.f_back
-    return referred
+    return {*map(id, _values_of_callers())}
+
+
+def _values_of_callers() -> Iterator[Any]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield from (*frame.f_locals.values(), *frame.f_globals.values())
+        for value in (*frame.f_locals.values(),):
+            space = getattr(value, "__dict__", None)
+            if type(space) is dict:
+                yield from (*space.values(),)
+        frame = frame.f_back
