@@ -265,8 +265,8 @@ class Part:
         """Return the state that no persistent object holds; ``owners`` are the tensors that may carry a gradient."""
 
     def temporary(self, kept: Any) -> Iterable[Any]:
-        """Return the objects in a result of :meth:`keep` that are walked and copied at every save."""
-        return ()
+        """Return the objects in a result of :meth:`keep`, or the result itself, to walk and copy at every save."""
+        return (kept,)
 
     def restore(self, state: StateObjects, owners: list[Tensor], kept: Any) -> None:
         """Restore a result of :meth:`keep`, beyond the contents of the walked objects."""

@@ -131,10 +131,6 @@ class Scaler(Part):
         """Return the scaler."""
         return state.scaler
 
-    def temporary(self, kept: Any) -> Iterable[Any]:
-        """Return the scaler."""
-        return (kept,)
-
     def watch(self, state: StateObjects) -> Watched:
         """Compare the attributes by value."""
         attributes = {} if state.scaler is None else vars(state.scaler)
@@ -213,10 +209,6 @@ class Loop(Part):
     def keep(self, state: StateObjects, owners: list[Tensor]) -> dict[str, Any]:
         """Return the fields."""
         return vars(state.loop)
-
-    def temporary(self, kept: dict[str, Any]) -> Iterable[Any]:
-        """Return the fields."""
-        return (kept,)
 
     def watch(self, state: StateObjects) -> Watched:
         """Compare the fields by value, and the tensors in them; a tripwire reads the contents of the batch, too."""

@@ -273,10 +273,6 @@ class SchedulerPart(Part):
         """Return the scheduler."""
         return state.scheduler
 
-    def temporary(self, kept: Any) -> Iterable[Any]:
-        """Return the scheduler."""
-        return (kept,)
-
     def watch(self, state: StateObjects) -> Watched:
         """Compare the attributes by value."""
         attributes = attributes_of(state.scheduler)
