@@ -379,10 +379,15 @@ def _has_new(tables: Iterable[dict[int, Any]], number: int) -> bool:
     return is_new
 
 
+def tensors_of_modules(state: StateObjects) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and the buffers with the names of their entries in digests."""
+    yield from ((f"parameters/{name}", item) for name, item in state.modules.named_parameters())
+    yield from ((f"buffers/{name}", item) for name, item in state.modules.named_buffers())
+
+
 def _tensors_with_nodes(state: StateObjects) -> dict[str, Tensor]:
     """Return the tensors of the state that may have graph nodes, by name."""
-    tensors: dict[str, Any] = {f"parameters/{name}": item for name, item in state.modules.named_parameters()}
-    tensors |= {f"buffers/{name}": item for name, item in state.modules.named_buffers()}
+    tensors: dict[str, Any] = dict(tensors_of_modules(state))
     ids = {*map(id, tensors.values())}
     tensors |= {f"optimizer/{index}": item for index, item in enumerate(_trained(state)) if id(item) not in ids}
     for name, module in state.modules.named_modules():
@@ -394,8 +399,7 @@ def _tensors_with_nodes(state: StateObjects) -> dict[str, Tensor]:
 def _separately_stored(state: StateObjects) -> dict[str, Any]:
     """Return, by name, objects that attributes may refer to and other parts store, such as modules and parameters."""
     objects: dict[str, Any] = {f"modules/{name}": module for name, module in state.modules.named_modules()}
-    objects |= {f"parameters/{name}": parameter for name, parameter in state.modules.named_parameters()}
-    objects |= {f"buffers/{name}": buffer for name, buffer in state.modules.named_buffers()}
+    objects |= tensors_of_modules(state)
     objects |= {f"generators/{index}": generator for index, generator in enumerate(state.streams.owned)}
     return objects | {"optimizer": state.optimizer, "scheduler": state.scheduler}
 
@@ -500,22 +504,21 @@ class Modules(Part):
         return _describe_misfits("modules", sorted(differing_names))
 
 
+def spaces_of_tensors(state: StateObjects) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the ``__dict__`` of parameters and buffers with their names, without those of wrappers."""
+    return ((name, space) for name, item in tensors_of_modules(state) if (space := space_of(item)) is not None)
+
+
 class TensorAttributes(Part):
     """The attributes of parameters and buffers, such as counters and scales that ``forward`` writes."""
 
     name = "tensor attributes"
     is_stored = True
 
-    def _spaces(self, state: StateObjects) -> dict[str, dict[str, Any]]:
-        parameters, buffers = state.modules.named_parameters(), state.modules.named_buffers()
-        named: dict[str, Tensor] = {f"parameters/{name}": item for name, item in parameters}
-        named |= {f"buffers/{name}": item for name, item in buffers}
-        return {name: space for name, item in named.items() if (space := space_of(item)) is not None}
-
     def store(self, state: StateObjects, streams: StreamState | None = None) -> dict[str, Any]:
         """Return the plain forms of the attributes of every tensor that has any."""
         forms = plain_forms(state)
-        attributes = {name: tensor_attributes(space) for name, space in self._spaces(state).items()}
+        attributes = {name: tensor_attributes(space) for name, space in spaces_of_tensors(state)}
         return {name: forms.forms_of(values) for name, values in attributes.items() if values}
 
     def read(self, state: StateObjects) -> Leaves:
@@ -524,7 +527,7 @@ class TensorAttributes(Part):
 
     def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
         """Set the attributes from their plain forms."""
-        forms, spaces = from_plain_forms(state), self._spaces(state)
+        forms, spaces = from_plain_forms(state), dict(spaces_of_tensors(state))
         for name in [*stored, *spaces]:  # in the order in which they were written
             if name in spaces:
                 space = spaces.pop(name)

@@ -22,10 +22,9 @@ from ..accelerators import refuse_unprotected
 from ..errors import listed
 from ..registry import qualified
 from ..tensors import inner_tensors, is_shared_memory
-from .attributes import space_of
 from .digest import described, digest
 from .generators import Generator, StreamState, from_plain, generators_of_methods, plain
-from .model_parts import MODEL_PARTS, device_of
+from .model_parts import MODEL_PARTS, device_of, spaces_of_tensors, tensors_of_modules
 from .parameter_groups import moments_of, trained_by
 from .parts import Leaves, Part, StateObjects, Watched, leaves_of, nested
 from .protectable import named_tensors, refuse_unprotectable
@@ -367,10 +366,7 @@ class TrainingState(StateObjects):
 
     def _tensors_at_start(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of model and optimizer before the first step, with their names."""
-        for name, parameter in self.modules.named_parameters():
-            yield f"parameters/{name}", parameter
-        for name, buffer in self.modules.named_buffers():
-            yield f"buffers/{name}", buffer
+        yield from tensors_of_modules(self)
         for name, module in self.modules.named_modules():
             yield from named_tensors(f"modules/{name}.", vars(module))
         for optimizer in optimizers_of(self):
@@ -402,13 +398,8 @@ class TrainingState(StateObjects):
         for name, module in self.modules.named_modules():
             names |= {id(module): f"modules/{name}", id(vars(module)): f"modules/{name}"}
             names |= _container_names(f"modules/{name}.", vars(module))
-        tensors: list[tuple[str, Tensor]] = [
-            (f"parameters/{name}", item) for name, item in self.modules.named_parameters()
-        ]
-        tensors += [(f"buffers/{name}", item) for name, item in self.modules.named_buffers()]
-        for name, item in tensors:
-            if (space := space_of(item)) is not None:
-                names |= _container_names(f"{name}.", space) | {id(space): name}
+        for name, space in spaces_of_tensors(self):
+            names |= _container_names(f"{name}.", space) | {id(space): name}
         for optimizer in optimizers_of(self):
             for parameter, moments in (states := moments_of(optimizer)).items():
                 names[id(moments)] = f"optimizer/{names.get(id(parameter), 'unknown').removeprefix('parameters/')}"
