@@ -447,26 +447,13 @@ class Modules(Part):
         modules = [*state.modules.modules()]
         # Without the tables of hooks, 11 of the 19 attributes of most modules: reading them would double the time.
         spaces = [vars(module) for module in modules]
-        has_buffers = [bool(module._buffers) for module in modules]
-        attributes = [
+        # Without a buffer, nothing reads the set.
+        unsaved = [(UNSAVED_BUFFERS,) if module._buffers else () for module in modules]
+        attributes: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        for module, space, names in zip(modules, spaces, unsaved, strict=True):
             # The module that torch.compile returns stores no mode and shows that of the inner module.
-            (
-                space,
-                tuple(
-                    [
-                        *TABLES,
-                        # Without a buffer, nothing reads the set.
-                        *([UNSAVED_BUFFERS] if with_buffers else []),
-                        *(
-                            key
-                            for key in module_attributes(module)
-                            if key == "training" or key not in MODULE_ATTRIBUTES
-                        ),
-                    ]
-                ),
-            )
-            for module, space, with_buffers in zip(modules, spaces, has_buffers, strict=True)
-        ]
+            others = [key for key in module_attributes(module) if key == "training" or key not in MODULE_ATTRIBUTES]
+            attributes.append((space, (*TABLES, *names, *others)))
 
         def differences(previous: tuple[type, ...]) -> list[str]:
             names = [name for name, _ in state.modules.named_modules()]
@@ -474,11 +461,10 @@ class Modules(Part):
             is_same = len(names) == len(modules)  # a change of the class may add modules
             return [f"the class of modules/{names[index]}" if is_same else "the class of a module" for index in changed]
 
-        buffers = zip(spaces, has_buffers, strict=True)
         return Watched(
             [space[name] for space in spaces for name in TABLES],
             named_attributes=attributes,
-            containers=[space[UNSAVED_BUFFERS] for space, with_buffers in buffers if with_buffers],
+            containers=[space[name] for space, names in zip(spaces, unsaved, strict=True) for name in names],
             read_values=partial(map, type, modules),
             differences=differences,
         )
