@@ -236,7 +236,7 @@ class HookCounts:
     Args:
         tables: returns the tables, ``None`` for a missing one.
         label: names the difference between two counts.
-        contents: returns the contents of the tables that exist now, which are compared too, or ``None``.
+        readers: return the tables that exist now, whose contents are compared too.
         names: the names of these tables.
     """
 
@@ -248,16 +248,21 @@ class HookCounts:
         self,
         tables: Callable[[], Iterable[dict[int, Any] | None]],
         label: str,
-        contents: Callable[[], tuple[Any, ...]] | None,
-        names: Sequence[str] = (),
+        readers: Sequence[Callable[[], dict[int, Any] | None]],
+        names: Sequence[str],
     ) -> None:
-        self._tables, self._label, self._contents, self._names = tables, label, contents, names
+        self._tables, self._label, self._readers, self._names = tables, label, readers, names
         # Hooks may be removed without a new handle, after which a count would be outdated.
-        self._read = set() if contents is None else {item[0] for item in contents() if item}
+        self._read = {item[0] for item in self._contents() if item}
         self._handles, self._counts, self._ids = RemovableHandle.next_id, self._count(), self._table_ids()
 
+    def _contents(self) -> tuple[Any, ...]:
+        """Return the id, keys and hooks of every table that is read, in the order in which torch calls the hooks."""
+        tables = map(call, self._readers)
+        return tuple([(id(table), *table, *table.values()) if table else () for table in tables])
+
     def _count(self) -> tuple[int, ...]:
-        """Return the number of hooks in each table that is not empty, without those that ``contents`` reads."""
+        """Return the number of hooks in each table that is not empty, without those whose contents are read."""
         return tuple([len(table) for table in self._tables() if table and id(table) not in self._read])
 
     def _table_ids(self) -> list[int]:
@@ -271,7 +276,7 @@ class HookCounts:
 
     def differences(self, previous: tuple[Any, ...]) -> list[str]:
         """Name the tables that differ: a new handle may also be of a hook elsewhere, or of one that is gone."""
-        if self._contents is not None and (now := self._contents()) != previous[1]:
+        if self._readers and (now := self._contents()) != previous[1]:
             triples = zip(self._names, previous[1], now, strict=True)
             return [name for name, old, new in triples if old != new]
         return [] if self._count() == self._counts else [self._label]
@@ -285,17 +290,12 @@ class HookCounts:
     def watched(self) -> Watched:
         """Return the values for the tripwire: the next handle, and the contents of the tables."""
         return Watched(
-            getters=[self.next_handle] if self._contents is None else [self.next_handle, self._contents],
+            getters=[self.next_handle, self._contents] if self._readers else [self.next_handle],
             key=[self.next_handle],
             refresh=self.refresh,
             differences=self.differences,
             restore=self.remove_newer,
         )
-
-
-def _contents(tables: Iterable[dict[int, Any] | None]) -> tuple[Any, ...]:
-    """Return the id, keys and hooks of every table, in the order in which torch calls the hooks."""
-    return tuple([(id(table), *table, *table.values()) if table else () for table in tables])
 
 
 class GradientHooks(Part):
@@ -316,11 +316,7 @@ class GradientHooks(Part):
         readers = [partial(read, item) for read, item in filled]
         names_by_id = {id(item): name for name, item in state.modules.named_parameters()}
         names = [f"a hook on parameters/{names_by_id.get(id(item), 'of the optimizer')}" for _, item in filled]
-
-        def contents() -> tuple[Any, ...]:
-            return _contents(map(call, readers))
-
-        return HookCounts(tables, "a hook on a parameter", contents if readers else None, names).watched()
+        return HookCounts(tables, "a hook on a parameter", readers, names).watched()
 
 
 def _trained(state: StateObjects) -> list[Tensor]:
@@ -525,19 +521,15 @@ def hook_tables(state: StateObjects) -> Iterator[tuple[str, Mapping[Any, Any]]]:
     for name, parameter in state.modules.named_parameters():
         yield f"gradient hooks/{name}", _hooks_on_gradient(parameter) or {}
         yield f"gradient hooks/{name}/after", _hooks_after_gradient(parameter) or {}
-    yield from _module_hook_tables(state)
+    for name, module in state.modules.named_modules():
+        for key, value in vars(module).items():
+            if "_hooks" in key and is_hook_table(key, value):
+                yield f"module hooks/{name}.{key}", value
 
 
 def hook_contents(state: StateObjects) -> dict[str, Any]:
     """Return the keys and hooks of all tables that have any, in the order of their calls."""
     return {name: (*table.items(),) for name, table in hook_tables(state) if table}
-
-
-def _module_hook_tables(state: StateObjects) -> Iterator[tuple[str, dict[Any, Any]]]:
-    for name, module in state.modules.named_modules():
-        for key, value in vars(module).items():
-            if "_hooks" in key and is_hook_table(key, value):
-                yield f"module hooks/{name}.{key}", value
 
 
 class ModuleHooks(Part):
@@ -557,14 +549,7 @@ class ModuleHooks(Part):
         # A table that has hooks may be replaced, so it is read from its module.
         filled = [place for place in places if place[0][place[1]]]
         readers, names = [partial(space.get, key) for space, key, _ in filled], [name for *_, name in filled]
-
-        def all_tables() -> list[dict[int, Any]]:
-            return tables
-
-        def contents() -> tuple[Any, ...]:
-            return _contents(map(call, readers))
-
-        return HookCounts(all_tables, "a hook on a module", contents if readers else None, names).watched()
+        return HookCounts(partial(iter, tables), "a hook on a module", readers, names).watched()
 
 
 class Sharding(Part):
