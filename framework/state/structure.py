@@ -2,7 +2,7 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain, filterfalse, islice
 from typing import Any
 
 import numpy as np
@@ -154,25 +154,10 @@ class Structure(ReachableObjects):
     def __init__(self, roots: Iterable[Any], *, excluded: Container[int] = ()) -> None:
         """Walk from ``roots``, and save what is found."""
         super().__init__(roots, excluded=excluded)
-        tables, sequences, self._tables, self._sequences = self._tables, self._sequences, [], []
-        self._empty: list[Any] = []
-        self._empty_views: list[Any] = []
-        self._values, self._keys, self._items = list[Any](), list[Any](), list[Any]()
-        for table in tables:
-            if values := values_of(table):
-                self._tables.append(table)
-                self._values.append(values)
-                self._keys.append(keys_of(table))
-            else:
-                self._empty.append(table)
-                self._empty_views.append(values)
-        for sequence in sequences:
-            if items := values_of(sequence):
-                self._sequences.append(sequence)
-                self._items.append(items)
-            else:
-                self._empty.append(sequence)
-                self._empty_views.append(items)
+        self._empty = [*filterfalse(values_of, (*self._tables, *self._sequences))]
+        self._tables, self._sequences = [*filter(values_of, self._tables)], [*filter(values_of, self._sequences)]
+        self._empty_views, self._items = [*map(values_of, self._empty)], [*map(values_of, self._sequences)]
+        self._values, self._keys = [*map(values_of, self._tables)], [*map(keys_of, self._tables)]
         self._lengths, self._saved_contents = self._read_lengths(), self._read()
         self._addresses = addresses(self._saved_contents)  # unique, since referenced objects are not freed
 

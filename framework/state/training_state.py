@@ -81,8 +81,9 @@ class ObjectTypes(Part):
 
     def watch(self, state: StateObjects) -> Watched:
         """Compare the classes of all optimizers, the scheduler and the scaler."""
-        optimizers = [state.optimizer, *[item for item in optimizers_of(state) if item is not state.optimizer]]
-        owners: list[tuple[str, Any]] = [*zip(_optimizer_names(optimizers), optimizers, strict=True)]
+        wrapped = [item for item in optimizers_of(state) if item is not state.optimizer]
+        owners: list[tuple[str, Any]] = [("optimizer", state.optimizer)]
+        owners += [(f"wrapped optimizer {index}", optimizer) for index, optimizer in enumerate(wrapped)]
         owners += [("scheduler", state.scheduler), ("scaler", state.scaler)]
         present = [(name, owner) for name, owner in owners if owner is not None]
 
@@ -109,10 +110,6 @@ class ObjectTypes(Part):
             if stored.get(part) != kind:
                 return f"was written with the {part} {stored.get(part)}, but this one is {kind}"
         return ""
-
-
-def _optimizer_names(optimizers: Sequence[Any]) -> list[str]:
-    return ["optimizer", *[f"wrapped optimizer {index}" for index in range(len(optimizers) - 1)]]
 
 
 class Scaler(Part):

@@ -88,11 +88,8 @@ def _hooks(state: StateObjects) -> Iterator[tuple[str, list[Any]]]:
     optimizer = attributes_of(state.optimizer) or {}
     on_optimizer = ((f"optimizer/{key}", table) for key, table in optimizer.items() if is_hook_table(key, table))
     for name, table in chain(hook_tables(state), on_optimizer):
-        if table and (
-            hooks := [
-                hook for hook in table.values() if not (isinstance(hook, InternalHook) or _is_torch_distributed(hook))
-            ]
-        ):
+        hooks = [hook for hook in table.values() if not (isinstance(hook, InternalHook) or _is_torch_distributed(hook))]
+        if hooks:
             yield name, hooks
 
 
@@ -242,10 +239,9 @@ class OptimizerAttributes(Part):
 
     def read(self, state: StateObjects) -> Leaves:
         """Yield the attributes in plain form."""
-        forms = plain_forms(state).forms_of(_optimizer_attributes(state.optimizer))
-        return chain.from_iterable(nested(f"optimizer/{key}", form) for key, form in forms.items())
+        return nested("optimizer", self.store(state))
 
-    def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
+    def store(self, state: StateObjects, streams: StreamState | None = None) -> dict[str, Any]:
         """Return the plain forms."""
         return plain_forms(state).forms_of(_optimizer_attributes(state.optimizer))
 
