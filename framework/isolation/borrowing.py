@@ -1,8 +1,8 @@
 """Context managers that change buffers, modes, gradients or weights temporarily and always restore them."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -17,38 +17,29 @@ from ..tensors import fully_sharded_modules, is_wrapper
 from .guardian import copy_each
 
 
-def copy_attributes(original: Tensor, copy: Tensor) -> None:
-    """Give a copy the attributes of the original, which a forward pass may read."""
-    if not is_wrapper(original) and (attributes := vars(original)):
-        vars(copy).update(attributes)
-
-
 @contextmanager
-def borrowed_modes(owner: ModuleOrGroup, *, train: bool) -> Iterator[None]:
+def _borrowed(owners: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """Set one attribute of all ``owners`` for the body, and restore its values."""
+    previous = [(owner, getattr(owner, name)) for owner in owners]
+    try:
+        for owner, _ in previous:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, item in previous:
+            if getattr(owner, name) is not item:
+                setattr(owner, name, item)
+
+
+def borrowed_modes(owner: ModuleOrGroup, *, train: bool) -> AbstractContextManager[None]:
     """Set every module to train or eval mode for the body, and restore the modes."""
     # Attributes are set directly, since a model may override train() to keep parts of it in eval mode.
-    modes = [(module, module.training) for module in owner.modules()]
-    try:
-        for module, _ in modes:
-            module.training = train
-        yield
-    finally:
-        for module, mode in modes:
-            if module.training is not mode:
-                module.training = mode
+    return _borrowed(owner.modules(), "training", train)
 
 
-@contextmanager
-def borrowed_gradients(owner: ModuleOrGroup) -> Iterator[None]:
+def borrowed_gradients(owner: ModuleOrGroup) -> AbstractContextManager[None]:
     """Run the body without gradients on the parameters of ``owner``, and restore them afterwards."""
-    gradients = [(parameter, parameter.grad) for parameter in owner.parameters()]
-    try:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+    return _borrowed(owner.parameters(), "grad", None)
 
 
 @contextmanager
@@ -182,6 +173,7 @@ def _replacements(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[int, 
         # Parameters are replaced by parameters, since modules may check isinstance() before they use one.
         if isinstance(live_tensor, nn.Parameter):
             replacement = nn.Parameter(replacement, live_tensor.requires_grad)
-        copy_attributes(live_tensor, replacement)
+        if not is_wrapper(live_tensor):
+            vars(replacement).update(vars(live_tensor))  # attributes that a forward pass may read
         replacements[id(live_tensor)] = replacement
     return replacements

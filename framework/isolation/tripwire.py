@@ -211,7 +211,7 @@ class Tripwire:
         try:
             readings = (*map(call, chain.from_iterable(watch.getters)),)
         except Exception:  # a setting cannot be read while it contradicts another
-            readings = tuple([_reading(getter) for getter in chain.from_iterable(watch.getters)])
+            readings = tuple([_result_or(None, getter) for getter in chain.from_iterable(watch.getters)])
         batch = self._state.loop.batch
         contents = () if type(batch) is Tensor else contents_of_batch(batch)
         values = (watch.read_spaces(), readings, contents, *map(tuple, map(call, watch.value_readers)))
@@ -340,21 +340,14 @@ def _column(read: Callable[[Tensor], Any], tensors: list[Tensor]) -> tuple[Any, 
     try:
         return (*map(read, tensors),)
     except Exception:
-        return tuple([_number(read, tensor) for tensor in tensors])
+        return tuple([_result_or(-1, read, tensor) for tensor in tensors])
 
 
-def _number(read: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+def _result_or(default: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        return read(tensor)
+        return function(*arguments)
     except Exception:
-        return -1
-
-
-def _reading(getter: Callable[[], Any]) -> Any:
-    try:
-        return getter()
-    except Exception:
-        return None
+        return default
 
 
 def mutation_error(caller: object, changes: list[str]) -> StateMutationError:
