@@ -33,7 +33,9 @@ from ..training import (
     update,
 )
 from . import commits
-from .commits import CommitRecord, check_vector, clip, clipping_of
+from .commits import CommitRecord, Values, check_vector, clip, clipping_of
+
+GRADIENTS = StatePart.GRADIENTS
 
 
 @dataclass(frozen=True)
@@ -359,13 +361,10 @@ class ModelContext(ModelDataContext):
         if isinstance(factor, Mapping):
             commits.check_factors(self.model, factor)
             factors = {name: _copied_factor(value) for name, value in factor.items()}
-            self._open.commits.record(StatePart.GRADIENTS, "scale_gradients", commits.scale_each, self.model, factors)
+            self._commit(GRADIENTS, "scale_gradients", commits.scale_each, self.model, factors)
         else:
-            copied_factor = _copied_factor(factor)
-            parameters = self._open.parameters
-            self._open.commits.record(
-                StatePart.GRADIENTS, "scale_gradients", commits.scale_gradients, parameters, copied_factor
-            )
+            factor, parameters = _copied_factor(factor), self._open.parameters
+            self._commit(GRADIENTS, "scale_gradients", commits.scale_gradients, parameters, factor)
 
     @override
     def clamp_gradients(self, max_value: float) -> None:
@@ -376,9 +375,7 @@ class ModelContext(ModelDataContext):
                 "clamp_gradients needs complete or sharded gradients, but a DTensor's gradient is a partial sum over "
                 "ranks: the sum of clamped parts is not the clamped sum."
             )
-        self._open.commits.record(
-            StatePart.GRADIENTS, "clamp_gradients", commits.clamp, self._open.parameters, max_value
-        )
+        self._commit(GRADIENTS, "clamp_gradients", commits.clamp, self._open.parameters, max_value)
 
     @override
     def clip_gradients(self, max_norm: float) -> Clipping:
@@ -386,34 +383,28 @@ class ModelContext(ModelDataContext):
         clipping = clipping_of(live, max_norm)
         # A rollback or an earlier commit may replace the gradients before this change is applied.
         if self._open.mutates or self._open.commits.changes:
-            self._open.commits.record(
-                StatePart.GRADIENTS, "clip_gradients", commits.clip, self._open.parameters, max_norm
-            )
+            self._commit(GRADIENTS, "clip_gradients", commits.clip, self._open.parameters, max_norm)
         else:
-            self._open.commits.record(StatePart.GRADIENTS, "clip_gradients", commits.scale, live, clipping.factor)
+            self._commit(GRADIENTS, "clip_gradients", commits.scale, live, clipping.factor)
         return clipping
 
     @override
     def replace_gradients(self, values: Vector) -> None:
         commits.check_vector(self.model, values)
         copies = self._protected(values)
-        self._open.commits.record(
-            StatePart.GRADIENTS, "replace_gradients", commits.replace_gradients, self.model, copies
-        )
+        self._commit(GRADIENTS, "replace_gradients", commits.replace_gradients, self.model, copies)
 
     @override
     def add_to_gradients(self, values: Vector, factor: Tensor) -> None:
         commits.check_vector(self.model, values)
         copies, scale = self._protected(values), factor.clone()
-        self._open.commits.record(
-            StatePart.GRADIENTS, "add_to_gradients", commits.add_scaled, self.model, copies, scale
-        )
+        self._commit(GRADIENTS, "add_to_gradients", commits.add_scaled, self.model, copies, scale)
 
     @override
     def blend_parameters(self, target: Vector, weight: float) -> None:
         commits.check_vector(self.model, target)
         copies = self._protected(target)
-        self._open.commits.record(StatePart.PARAMETERS, "blend_parameters", commits.blend, self.model, copies, weight)
+        self._commit(StatePart.PARAMETERS, "blend_parameters", commits.blend, self.model, copies, weight)
 
     @override
     def thaw_parameters(self, names: str | Iterable[str]) -> None:
@@ -423,12 +414,15 @@ class ModelContext(ModelDataContext):
                 "created, so no others can be thawed; train with one process."
             )
         parameters = commits.parameters_named(self.model, names)
-        self._open.commits.record(StatePart.PARAMETERS, "thaw_parameters", commits.thaw, parameters)
+        self._commit(StatePart.PARAMETERS, "thaw_parameters", commits.thaw, parameters)
 
     @override
     def reset_optimizer_state(self, names: str | Iterable[str]) -> None:
         parameters = commits.parameters_named(self.model, names)
-        self._open.commits.record(StatePart.OPTIMIZER, "reset_optimizer_state", commits.forget, self._state, parameters)
+        self._commit(StatePart.OPTIMIZER, "reset_optimizer_state", commits.forget, self._state, parameters)
+
+    def _commit(self, part: StatePart, verb: str, change: Callable[[*Values], None], *arguments: *Values) -> None:
+        self._open.commits.record(part, verb, change, *arguments)
 
     def _protected(self, vector: Vector) -> Vector:
         """Copy tensors that the rollback or the commits may change before they are used."""
