@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
@@ -47,63 +48,61 @@ REPORTS_EVALUATIONS = attrgetter("hook.reports_evaluations")
 Result = TypeVar("Result")
 
 
+@dataclass(eq=False, repr=False)
 class HookCalls:
     """Calls the hooks of one run: observers first, then interventions, then committing hooks."""
 
-    def __init__(
-        self,
-        hooks: HookSet,
-        task: TrainingTask,
-        state: TrainingState,
-        delivery: MetricDelivery,
-        guardian_device: torch.device | None,
-        reference_weights: Vector | None,
-    ) -> None:
-        self._hooks = hooks
-        self._task = task
-        self._state = state
-        self._isolation = hooks.isolation
-        self._delivery = delivery
+    hooks: HookSet
+    task: TrainingTask
+    state: TrainingState
+    delivery: MetricDelivery
+    guardian_device: torch.device | None
+    reference_weights: Vector | None
+    _step_streams: StreamState | None = None
+
+    def __post_init__(self) -> None:
+        """Create the services of observers."""
+        task = self.task
+        self._isolation = self.hooks.isolation
         self._loader = with_copied_batches(task.loader)
-        self._guardian_device = guardian_device
-        self._reference_weights = _frozen(reference_weights)
+        if self.reference_weights is not None:
+            self.reference_weights = MappingProxyType(self.reference_weights)
         self._services = ObserverServices(
             forward=self._forward,
-            batch_gradients=LossProbe(task, state, hooks.profiler).gradient,
+            batch_gradients=LossProbe(task, self.state, self.hooks.profiler).gradient,
             evaluate=self._evaluate,
             optimizer_groups=partial(optimizer_groups, task.model, task.optimizer),
-            last_metrics=delivery.last,
+            last_metrics=self.delivery.last,
             ranks=task.ranks,
             row_indices=self._rows_of_batch,
             replayed=self._replayed,
         )
         self._row_numbers = RowNumbers(task.loader)
-        self._step_streams: StreamState | None = None
 
     def save_step_streams(self) -> None:
         """Save the random streams with which the pass of the step begins, for hooks that repeat it."""
-        self._step_streams = self._state.streams.save()
+        self._step_streams = self.state.streams.save()
 
     @contextmanager
     def _replayed(self) -> Iterator[None]:
-        with self._state.streams.preserved():
+        with self.state.streams.preserved():
             if self._step_streams is not None:
                 self._step_streams.restore()
             yield
 
     def report_evaluation(self) -> None:
         """Call the hooks that report evaluations, as at SNAPSHOT, for an evaluation that no hook has reported yet."""
-        if listeners := self._hooks.listeners.of_evaluations:
+        if listeners := self.hooks.listeners.of_evaluations:
             self.call(HookPoint.SNAPSHOT, listeners)
         else:
-            self._state.loop.has_unreported_evaluation = False
+            self.state.loop.has_unreported_evaluation = False
 
     def call(self, point: HookPoint, listeners: Sequence[Listener]) -> None:
         """Call the hooks of the ``listeners`` that are due, with one shared context, and deliver their metrics.
 
         Without due hooks, return before any setup.
         """
-        loop, recorded = self._state.loop, self._hooks.listeners.recorded
+        loop, recorded = self.state.loop, self.hooks.listeners.recorded
         if recorded is not None and recorded in listeners:
             self._report_loop_values(recorded)
             if len(listeners) == 1:
@@ -118,36 +117,36 @@ class HookCalls:
             return
         if point not in STEP_POINTS and any(map(REPORTS_EVALUATIONS, due_listeners)):
             loop.has_unreported_evaluation = False
-        if self._hooks.taps.is_idle:
+        if self.hooks.taps.is_idle:
             self._visit(point, due_listeners)
         else:
-            self._hooks.call_each(partial(self._visit, point, due_listeners))
+            self.hooks.call_each(partial(self._visit, point, due_listeners))
 
     def _visit(self, point: HookPoint, due_listeners: Sequence[Listener]) -> None:
-        loop, isolation = self._state.loop, self._isolation
+        loop, isolation = self.state.loop, self._isolation
         try:
             isolation.start_visit()
             context = self._create_context(point)
             for listener in due_listeners:
                 if listener.intervention is None:
                     observe = partial(self._observe, listener, context)
-                    self._hooks.call(listener.hook, listener.where, loop.step, observe)
+                    self.hooks.call(listener.hook, listener.where, loop.step, observe)
                 else:
                     self._intervene(listener, listener.intervention, context)
             try:
                 isolation.finish_checks()
             except StateMutationError as error:
-                self._hooks.handle_mutation(error, due_listeners[0].hook.name, point.name, loop.step)
-            if point not in STEP_POINTS or self._delivery.urgent.are_waiting:
+                self.hooks.handle_mutation(error, due_listeners[0].hook.name, point.name, loop.step)
+            if point not in STEP_POINTS or self.delivery.urgent.are_waiting:
                 self._deliver(point)
-            if self._task.ranks.shards or point not in STEP_POINTS:  # on shards, nearly every hook runs collectives
-                self._hooks.synchronise_failures()
+            if self.task.ranks.shards or point not in STEP_POINTS:  # on shards, nearly every hook runs collectives
+                self.hooks.synchronise_failures()
         finally:
             isolation.end_visit()
 
     def _deliver(self, point: HookPoint) -> None:
         """Deliver the metrics of an epoch-level point, or those of steps if a hook has asked for it."""
-        loop, delivery, is_delivered = self._state.loop, self._delivery, True
+        loop, delivery, is_delivered = self.state.loop, self.delivery, True
         if point in STEP_POINTS:
             is_delivered = delivery.deliver_urgent(loop.epoch)
         else:
@@ -160,8 +159,8 @@ class HookCalls:
         if point not in STEP_POINTS:
             self.call(point, listeners)
             return
-        step, epoch, first_due = self._state.loop.step, self._state.loop.epoch, self._hooks.listeners.first_due
-        recorded = self._hooks.listeners.recorded
+        step, epoch, first_due = self.state.loop.step, self.state.loop.epoch, self.hooks.listeners.first_due
+        recorded = self.hooks.listeners.recorded
         reporter = recorded or budget.reporter
         due_listeners: Sequence[Listener] = ()
         if step >= first_due[point]:
@@ -171,56 +170,56 @@ class HookCalls:
         if due_listeners:
             budget.time_visit(point, partial(self.call, point, due_listeners))
         if step >= first_due[point]:
-            self._hooks.listeners.find_first_due(point, step + 1)
+            self.hooks.listeners.find_first_due(point, step + 1)
 
     def _report_loop_values(self, reporter: Listener) -> None:
         """Record the loss of a step at which the hook that reports it is not called."""
-        loop, values = self._state.loop, reporter.hook.loop_values
+        loop, values = self.state.loop, reporter.hook.loop_values
         metrics: dict[str, Any] = {}
         for name, key in values.items():
             value = vars(loop)[key]
             if value is not None and not (type(value) is float and math.isnan(value)):  # a group without a rate
                 metrics[name] = value
-        self._delivery.add(reporter.hook, reporter.point, loop.step, metrics)
+        self.delivery.add(reporter.hook, reporter.point, loop.step, metrics)
 
     def _observe(self, listener: Listener, context: RunDataContext) -> None:
         # Metrics are added within the call, so that a tensor of a wrong shape is an error of the hook.
         hook = listener.hook
         metrics = hook.compute(context)
-        self._delivery.add(hook, listener.point, self._state.loop.step, metrics)
+        self.delivery.add(hook, listener.point, self.state.loop.step, metrics)
         if metrics and listener.has_urgent_metrics:
-            self._delivery.urgent.add(hook.is_urgent(metrics))
+            self.delivery.urgent.add(hook.is_urgent(metrics))
 
     def _intervene(self, listener: Listener, hook: InterventionHook, context: RunDataContext) -> None:
-        point, step = listener.point, self._state.loop.step
+        point, step = listener.point, self.state.loop.step
         record = CommitRecord(hook.name, frozenset(hook.commits))
         model_context = self._create_model_context(hook, listener.where, record)
 
         def intervene() -> bool:
             # add() copies the tensors here, before the rollback.
             metrics = hook.intervene(context, model_context)
-            self._delivery.add(hook, point, step, metrics)
+            self.delivery.add(hook, point, step, metrics)
             if metrics and listener.has_urgent_metrics:
-                self._delivery.urgent.add(hook.is_urgent(metrics))
+                self.delivery.urgent.add(hook.is_urgent(metrics))
             return True
 
         with model_context:
-            returned = self._hooks.call(hook, listener.where, step, intervene, intervention=hook)
+            returned = self.hooks.call(hook, listener.where, step, intervene, intervention=hook)
         if returned and record.changes:
             record.apply()
             self._isolation.note_commit()
 
     def _create_model_context(self, hook: InterventionHook, where: str, record: CommitRecord) -> ModelContext:
         return ModelContext(
-            self._task,
-            self._state,
+            self.task,
+            self.state,
             record,
             self._isolation.parameters,
             mutates=hook.mutates,
-            device=self._guardian_device,
-            stream=(hook.name, where, self._state.loop.step),
-            loop=self._hooks.loop_type,
-            profiler=self._hooks.profiler,
+            device=self.guardian_device,
+            stream=(hook.name, where, self.state.loop.step),
+            loop=self.hooks.loop_type,
+            profiler=self.hooks.profiler,
         )
 
     def call_between_steps(self, hook: InterventionHook) -> Metrics:
@@ -232,16 +231,16 @@ class HookCalls:
             context = self._create_context(HookPoint.POST_STEP)
             with self._create_model_context(hook, BETWEEN_STEPS, CommitRecord(hook.name, frozenset())) as model_context:
                 intervene = partial(hook.intervene, context, model_context)
-                return self._hooks.run_rolled_back(hook, BETWEEN_STEPS, intervene)
+                return self.hooks.run_rolled_back(hook, BETWEEN_STEPS, intervene)
 
     def _create_context(self, point: HookPoint) -> RunDataContext:
         """Return the context for the hooks at ``point``; fields that no hook requested are ``None``."""
-        loop, task = self._state.loop, self._task
+        loop, task = self.state.loop, self.task
         at_step = point in STEP_POINTS
         evaluation = loop.evaluation if loop.evaluated_at == loop.step else {}
         series = loop.step_series if point in EPOCH_END else None
         newest_norm = None
-        norms = loop.step_series if at_step and loop.loss is not None and self._hooks.has_current_norm else None
+        norms = loop.step_series if at_step and loop.loss is not None and self.hooks.has_current_norm else None
         if norms is not None and loop.series_steps:
             newest_norm = norms[1, loop.series_steps - 1]
         previous, accumulated = loop.prev_step_grads, loop.accumulated_grads
@@ -260,7 +259,7 @@ class HookCalls:
             config=task.config,
             loader=self._loader,
             services=self._services,
-            profiler=self._hooks.profiler,
+            profiler=self.hooks.profiler,
             batch_idx=loop.batch_idx if at_step else None,
             batch_data=loop.batch if at_step else None,
             loss=loop.loss if at_step else mean_loss,
@@ -276,46 +275,42 @@ class HookCalls:
             step_grad_norms=grad_norms,
             grad_norm=newest_norm,
             prev_step_grads=None if previous is None or not at_step else MappingProxyType(previous),
-            reference_weights=self._reference_weights,
+            reference_weights=self.reference_weights,
         )
         return context
 
     def _rows_of_batch(self, epoch: int, index: int) -> Tensor | None:
         row_numbers = self._row_numbers.of(epoch, index)
         with suppress(LoopscopeError):  # raised for a batch without rows
-            if row_numbers is not None and len(row_numbers) == rows(self._state.loop.batch):
+            if row_numbers is not None and len(row_numbers) == rows(self.state.loop.batch):
                 return row_numbers
         return None
 
     def _forward(self, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
-        self._hooks.profiler.count_samples("forward", inputs)
-        if self._task.ranks.shards:
-            self._task.ranks.join()
-        return forward_pass(self._state, inputs, capture, train=train)
+        self.hooks.profiler.count_samples("forward", inputs)
+        if self.task.ranks.shards:
+            self.task.ranks.join()
+        return forward_pass(self.state, inputs, capture, train=train)
 
     def _evaluate(self, weights: Vector) -> dict[str, float]:
-        model = self._task.model
+        model = self.task.model
 
         @contextmanager
         def restored() -> Iterator[None]:
             with (
                 torch.no_grad(),
-                undone_pass(self._state, optimizers_of(self._state)),
+                undone_pass(self.state, optimizers_of(self.state)),
                 borrowed_modes(model, train=False),
                 borrowed_weights(model, weights),
             ):
                 # The same stream as the run's evaluation after this step, so that both draw the same numbers.
-                self._state.streams.derive("evaluation", "the loop", self._state.loop.step)
+                self.state.streams.derive("evaluation", "the loop", self.state.loop.step)
                 yield
 
-        compute = partial(with_gradients_borrowed, self._state, partial(self._task.evaluate, model))
-        results = without_graph("evaluation", compute, restored, self._task.differentiating)
-        self._task.ranks.join()
-        return self._task.ranks.evaluation(results)
-
-
-def _frozen(vector: Vector | None) -> Vector | None:
-    return None if vector is None else MappingProxyType(vector)
+        compute = partial(with_gradients_borrowed, self.state, partial(self.task.evaluate, model))
+        results = without_graph("evaluation", compute, restored, self.task.differentiating)
+        self.task.ranks.join()
+        return self.task.ranks.evaluation(results)
 
 
 def with_gradients_borrowed(state: TrainingState, function: Callable[[], Result]) -> Result:

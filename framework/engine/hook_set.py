@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -50,49 +51,40 @@ class CallTimer(Protocol):
         """Make a call during a pass of the training."""
 
 
+@dataclass(eq=False, repr=False)
 class HookSet:
     """The active hooks, in the order in which the user named them; every call of hook code starts here.
 
     The run's ``taps`` are disabled during these calls.
     """
 
-    def __init__(
-        self,
-        hooks: Iterable[TrainingHook],
-        state: TrainingState,
-        isolation: Isolation,
-        *,
-        loop_type: str,
-        taps: TapSet,
-        failures: HookFailures,
-        profiler: Profiler,
-        offload: StateOffload | None,
-        ranks: Ranks,
-    ) -> None:
-        self.failures = failures
-        self.tables: dict[str, Mapping[str, Mapping[str, float]]] = {}
-        self._hooks = list(hooks)
-        self.loop_type = loop_type
-        self.listeners = Listeners(self._hooks, loop_type)
-        self.isolation = isolation
-        self.profiler = profiler
-        self._state = state
-        self.taps = taps
-        self._offload = offload
-        self.ranks = ranks
-        self._unannounced: list[Failure] = []
-        """Failures on this rank since the last :meth:`synchronise_failures`."""
-        self.has_unsynchronised_calls = False
-        """Whether other ranks may not know of failures of calls since the last :meth:`synchronise_failures`."""
-        self.has_current_norm = True
-        """Whether the series of the steps contains the newest one; without a budget it contains all."""
-        self.timer: CallTimer | None = None
-        """Times the calls of hooks, under a budget."""
-        self._disabled = self._has_disabled_taps = False
-        self._checked_first_batch = False
+    hooks: list[TrainingHook]
+    state: TrainingState
+    isolation: Isolation
+    _: KW_ONLY
+    loop_type: str
+    taps: TapSet
+    failures: HookFailures
+    profiler: Profiler
+    offload: StateOffload | None
+    ranks: Ranks
+    tables: dict[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    _unannounced: list[Failure] = field(default_factory=list)
+    """Failures on this rank since the last :meth:`synchronise_failures`."""
+    has_unsynchronised_calls: bool = False
+    """Whether other ranks may not know of failures of calls since the last :meth:`synchronise_failures`."""
+    has_current_norm: bool = True
+    """Whether the series of the steps contains the newest one; without a budget it contains all."""
+    timer: CallTimer | None = None
+    """Times the calls of hooks, under a budget."""
+    _disabled = _has_disabled_taps = _checked_first_batch = False
+
+    def __post_init__(self) -> None:
+        """List the hooks by hook point."""
+        self.listeners = Listeners(self.hooks, self.loop_type)
 
     def __iter__(self) -> Iterator[TrainingHook]:
-        return iter(self._hooks)
+        return iter(self.hooks)
 
     # Calls
 
@@ -110,8 +102,8 @@ class HookSet:
         Returns ``None`` if the call raised and the run continues for now, and always after :meth:`disable_all`.
         """
         self.profiler.caller = hook.name
-        if self._offload is not None:
-            function = partial(self._offload.call, hook, function)
+        if self.offload is not None:
+            function = partial(self.offload.call, hook, function)
         # Without the function of Python that creates a named tuple.
         call = tuple.__new__(Call, (hook.name, where, step, *_traits(type(hook))))
         is_observer = intervention is None and (self.taps.is_idle or self._has_disabled_taps)
@@ -196,7 +188,7 @@ class HookSet:
 
     def _query(self, hook: TrainingHook, where: str, function: Callable[[], Result]) -> Result | None:
         """Query a hook's metadata or state, isolated but neither profiled nor offloaded."""
-        step = self._state.loop.step
+        step = self.state.loop.step
         with self.isolation.visit():
             call = call_of(hook, where, step)
             return self._call_safely(hook, where, step, partial(self._run_in_gate, call, function))
@@ -212,9 +204,9 @@ class HookSet:
 
     def _call_in_pass(self, hook: TrainingHook, where: str, function: Callable[[], Result]) -> Result | None:
         """Call the code of a hook during a pass of the run: checked for mutations, but never rolled back."""
-        call = call_of(hook, where, self._state.loop.step)
-        if self._offload is not None:
-            function = partial(self._offload.call, hook, function)
+        call = call_of(hook, where, self.state.loop.step)
+        if self.offload is not None:
+            function = partial(self.offload.call, hook, function)
 
         def run_in_pass() -> Result:
             with self.profiler.clock.during(HOOKS), self.profiler.section(hook.name), attention_not_read():
@@ -227,11 +219,11 @@ class HookSet:
 
     def run_isolated(self, name: str, where: str, function: Callable[[], Result]) -> Result:
         """Run code that is not a hook, such as the evaluation, isolated like an observer; requires a visit."""
-        return self._run_in_gate(Call(name, where, self._state.loop.step, "The"), function, None)
+        return self._run_in_gate(Call(name, where, self.state.loop.step, "The"), function, None)
 
     def run_rolled_back(self, hook: InterventionHook, where: str, function: Callable[[], Result]) -> Result:
         """Run the function of an intervention that is not one of the run's hooks; its errors are raised."""
-        call = call_of(hook, where, self._state.loop.step)
+        call = call_of(hook, where, self.state.loop.step)
         return self._run_in_gate(call, function, hook)
 
     @property
@@ -290,7 +282,7 @@ class HookSet:
             raise
         self._announce(failure, now=collective)
         level = logging.WARNING if hook.name in self.failures.left_out else logging.ERROR
-        log(self._state.streams, level, "%s", failure)
+        log(self.state.streams, level, "%s", failure)
 
     def _announce(self, failure: Failure, *, now: bool) -> None:
         """Send a failure to the other ranks, ``now`` or in :meth:`synchronise_failures`."""
@@ -310,7 +302,7 @@ class HookSet:
             for rank, failure in failures:
                 if not self.ranks.is_this_process(rank):
                     mirror = partial(self.failures.mirror, RankError(rank, failure))
-                    for hook in [hook for hook in self._hooks if hook.name == failure.hook]:
+                    for hook in [hook for hook in self.hooks if hook.name == failure.hook]:
                         self._drop_after(hook, mirror)
             if run_ends:
                 return
@@ -329,27 +321,27 @@ class HookSet:
 
         Raises the ``error`` if one of them is required.
         """
-        self.leave_out([hook.name for hook in self._hooks if getattr(hook, need)], need, error)
+        self.leave_out([hook.name for hook in self.hooks if getattr(hook, need)], need, error)
 
     def leave_out(self, names: Collection[str], where: str, error: Exception) -> None:
         """Leave out the hooks with these ``names``, since ``where`` failed for them.
 
         Raises the ``error`` if one of them is required.
         """
-        hooks = [hook for hook in self._hooks if hook.name in names]
+        hooks = [hook for hook in self.hooks if hook.name in names]
         is_fatal = isinstance(error, (StateMutationError, RankError, RankLostError))
         if is_fatal or not hooks or any(hook.name in self.failures.required for hook in hooks):
             raise error
         for hook in hooks:
             sentence = f"Hook {hook.name!r} cannot run: {where} failed with {with_lines(error)}"
-            failure = self.failures.leave_out(hook, where, self._state.loop.step, shortened(sentence, 290))
+            failure = self.failures.leave_out(hook, where, self.state.loop.step, shortened(sentence, 290))
             self._announce(failure, now=False)
             self._drop(hook)
-            log(self._state.streams, logging.WARNING, "Left out: %s", failure)
+            log(self.state.streams, logging.WARNING, "Left out: %s", failure)
 
     def _drop(self, hook: TrainingHook) -> None:
         self.listeners.drop(hook)
-        self._hooks = [other for other in self._hooks if other is not hook]
+        self.hooks = [other for other in self.hooks if other is not hook]
 
     # Life cycle
 
@@ -358,14 +350,14 @@ class HookSet:
         started: list[TrainingHook] = []
         try:
             with self.isolation.visit():
-                for hook in list(self._hooks):
+                for hook in list(self.hooks):
                     self.call(hook, "start", 0, partial(self._start, hook, run))
-                    if hook in self._hooks:
+                    if hook in self.hooks:
                         started.append(hook)
         except LoopscopeError:
-            self._hooks = started
+            self.hooks = started
             raise
-        self.listeners = Listeners(self._hooks, self.loop_type)  # start() may set the schedule
+        self.listeners = Listeners(self.hooks, self.loop_type)  # start() may set the schedule
 
     def _start(self, hook: TrainingHook, run: RunInfo) -> None:
         if hook.loop_points is not None and not Listeners([hook], self.loop_type).of(hook):
@@ -379,7 +371,7 @@ class HookSet:
 
         Raises :class:`UsageError` if one of them is required.
         """
-        for hook in list(self._hooks):
+        for hook in list(self.hooks):
             intervenes = isinstance(hook, InterventionHook) and (hook.mutates or bool(hook.commits))
             other_points = {listener.point for listener in self.listeners.of(hook)} - points
             if intervenes or other_points:
@@ -400,7 +392,7 @@ class HookSet:
 
         Raises :class:`UsageError` if one of them was named.
         """
-        for hook in list(self._hooks):
+        for hook in list(self.hooks):
             only_before = {listener.point for listener in self.listeners.of(hook)} == {HookPoint.PRE_UPDATE}
             commits = isinstance(hook, InterventionHook) and hook.commits & {StatePart.GRADIENTS, StatePart.OPTIMIZER}
             if only_before or commits:
@@ -411,7 +403,7 @@ class HookSet:
     def due_at(self, point: HookPoint) -> list[TrainingHook]:
         """Return the hooks that are due at ``point``, each once."""
         listeners = self.listeners.at[point]
-        epoch, step = self._state.loop.epoch, self._state.loop.step
+        epoch, step = self.state.loop.epoch, self.state.loop.step
         if not listeners or step < self.listeners.first_due[point]:
             return []
         due = [
@@ -434,7 +426,7 @@ class HookSet:
     def disable_dropped_hooks(self) -> None:
         """Drop the hooks that the run had already dropped before it was interrupted; called after the start."""
         dropped = self.failures.merge_earlier()
-        for hook in [hook for hook in self._hooks if hook.name in dropped]:
+        for hook in [hook for hook in self.hooks if hook.name in dropped]:
             self._drop(hook)
 
     def end(self, status: str) -> None:
@@ -443,20 +435,20 @@ class HookSet:
             self.ranks = Ranks()
         # An ExitStack calls all of its callbacks, last one first, even if some of them raise.
         with ExitStack() as callbacks:
-            for hook in reversed(self._hooks):
+            for hook in reversed(self.hooks):
                 callbacks.callback(self._end, hook, status)
 
     def reset(self) -> None:
         """Reset the state of every hook before the next strategy."""
         with self.isolation.visit():
-            for hook in list(self._hooks):
+            for hook in list(self.hooks):
                 self.call(hook, "reset", 0, hook.reset)
 
     def metric_infos(self) -> dict[str, MetricInfo]:
         """Return the descriptions of all metrics by full name."""
         infos: dict[str, MetricInfo] = {}
         with self.isolation.visit():  # one for all hooks, whose calls share a bytes check
-            for hook in list(self._hooks):
+            for hook in list(self.hooks):
                 hook_infos = self._query(hook, "describe_metrics", partial(hook_validation.metric_infos, hook))
                 infos |= {f"{hook.name}/{info.name}": info for info in hook_infos or ()}
         return infos
@@ -465,7 +457,7 @@ class HookSet:
         """Return the state of every hook by name, without hooks that have raised."""
         states: dict[str, Any] = {}
         with self.isolation.visit():
-            for hook in list(self._hooks):
+            for hook in list(self.hooks):
                 # A hook that raised may have stopped in the middle of an update of its state.
                 if all(error["hook"] != hook.name for error in self.failures.errors):
                     state = self._query(hook, "state_dict", hook.state_dict)
@@ -475,7 +467,7 @@ class HookSet:
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict` or :meth:`memory_of`; hooks without a state keep their own."""
         has_calls = False
-        for hook in list(self._hooks):
+        for hook in list(self.hooks):
             if hook.name in states:
                 has_calls = True
                 load = partial(hook.load_state_dict, states[hook.name])
@@ -486,10 +478,10 @@ class HookSet:
             self.synchronise_failures()
 
     def _end(self, hook: TrainingHook, status: str) -> None:
-        self.call(hook, "end", self._state.loop.step, partial(hook.end, status))
+        self.call(hook, "end", self.state.loop.step, partial(hook.end, status))
         if hook.name in self.failures.left_out:
             return
-        if table := self.call(hook, "table", self._state.loop.step, partial(hook_validation.summary_table, hook)):
+        if table := self.call(hook, "table", self.state.loop.step, partial(hook_validation.summary_table, hook)):
             self.tables[hook.name] = table
 
 
