@@ -56,16 +56,13 @@ class Driver:
     def begin_epoch(self, *, snapshot_follows: bool) -> None:
         """Clear the accumulators of the epoch and, if a hook needs it, copy the current state."""
         with self.clock.during(HOOKS):
-            self._begin_epoch(snapshot_follows=snapshot_follows)
-
-    def _begin_epoch(self, *, snapshot_follows: bool) -> None:
-        loop = self.loop
-        loop.running_loss, loop.running_steps = None, 0
-        loop.gradient_sum, loop.gradient_steps, loop.accumulated_grads = None, 0, None
-        loop.series_steps = 0
-        self._copy_state(EPOCH_END if snapshot_follows else EPOCH_END[:1])
-        self._recorder.forget_parameters()
-        self.manager.fire(PRE_EPOCH)
+            loop = self.loop
+            loop.running_loss, loop.running_steps = None, 0
+            loop.gradient_sum, loop.gradient_steps, loop.accumulated_grads = None, 0, None
+            loop.series_steps = 0
+            self._copy_state(EPOCH_END if snapshot_follows else EPOCH_END[:1])
+            self._recorder.forget_parameters()
+            self.manager.fire(PRE_EPOCH)
 
     def _copy_state(self, points: Sequence[HookPoint]) -> None:
         """Copy the state at the start of an epoch or interval, if a hook that is due at its end needs the copy."""
@@ -99,7 +96,7 @@ class Driver:
             self._backward_calls.begin_step(loop)
         due_hooks = self._hooks.due_at(PRE_STEP) if self._hooks.listeners.at[PRE_STEP] else []
         if due_hooks and self.can_cancel_steps:
-            self._before_step = self._hooks.memory_of(due_hooks), self.manager.delivery.mark_steps()
+            self._before_step = self._hooks.memory_of(due_hooks), self.manager.delivery.pending_steps.mark()
         if due_hooks or is_first:  # the first call also starts a manager that was not started
             self.manager.fire(PRE_STEP)
         if not self._taps.is_idle:
@@ -120,7 +117,7 @@ class Driver:
             memory, mark = self._before_step
             self._before_step = None
             self._hooks.load_state_dict(memory)
-            self.manager.delivery.drop_steps_after(mark)
+            self.manager.delivery.pending_steps.truncate(mark)
 
     def before_backward(self, loss: Tensor, *, divisor: float = 1.0, is_scaled: bool = False) -> None:
         """Call the hooks that read the ``loss`` of a micro-batch, with its graph, before the backward pass.

@@ -264,7 +264,8 @@ class MetricDelivery:
         """Sinks that failed, each with the step and the error."""
         self._run_hook = run_hook
         self._pending: PendingMetrics[MetricOrigin] = PendingMetrics()
-        self._pending_steps: PendingMetrics[MetricOrigin] = PendingMetrics()
+        self.pending_steps: PendingMetrics[MetricOrigin] = PendingMetrics()
+        """The metrics of steps, until the next delivery."""
         self._started = False
         self._infos: Mapping[str, MetricInfo] = {}
         # The number of metric names whose descriptions have been checked.
@@ -284,7 +285,7 @@ class MetricDelivery:
 
     def pending(self) -> list[tuple[int, dict[str, Any]]]:
         """Return the buffered step metrics as host values by full name, each with their step; they stay buffered."""
-        waiting = self._pending_steps.host_values()
+        waiting = self.pending_steps.host_values()
         return [
             (step, {f"{hook.name}/{name}": value for name, value in values.items()})
             for (hook, _, step), values in waiting
@@ -298,7 +299,7 @@ class MetricDelivery:
         """Buffer the metrics of one hook call."""
         if isinstance(metrics, dict) and not metrics:
             return
-        pending = self._pending_steps if point in STEP_POINTS else self._pending
+        pending = self.pending_steps if point in STEP_POINTS else self._pending
         copies = pending.add((hook, point, step), metrics)
         last, prefix = self._last[point], hook.name + "/"
         for name, value in copies.items():
@@ -306,14 +307,6 @@ class MetricDelivery:
         if len(self._newest) > self._checked_count:
             self._checked_count = len(self._newest)
             self._warn_about_undescribed(hook, copies)
-
-    def mark_steps(self) -> QueueLength:
-        """Return the current length of the step metrics, for :meth:`drop_steps_after`."""
-        return self._pending_steps.mark()
-
-    def drop_steps_after(self, mark: QueueLength) -> None:
-        """Drop the step metrics that were added after ``mark``."""
-        self._pending_steps.truncate(mark)
 
     def _warn_about_undescribed(self, hook: TrainingHook, metrics: Metrics) -> None:
         """Warn once about undescribed metrics of a hook; a hook without any description is not checked."""
@@ -340,7 +333,7 @@ class MetricDelivery:
 
     def flush_steps(self, epoch: int) -> None:
         """Transfer the buffered step metrics, if any, to the host and emit them as series, point by point."""
-        if self._pending_steps:
+        if self.pending_steps:
             with self._isolation.visit():
                 self._flush_steps(epoch)
 
@@ -355,7 +348,7 @@ class MetricDelivery:
         self.urgent.clear()
         by_point: dict[HookPoint, dict[str, Series]] = {}
         last_step = 0
-        arrived = self._pending_steps.drain_to_host()
+        arrived = self.pending_steps.drain_to_host()
         for (hook, point, step), values in arrived:
             table = by_point.setdefault(point, {})
             last_step = max(last_step, step)
@@ -396,11 +389,11 @@ class MetricDelivery:
     @property
     def has_pending(self) -> bool:
         """Whether metrics would be lost if the run stopped now."""
-        return bool(self._sinks and self._pending_steps)
+        return bool(self._sinks and self.pending_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the buffered metrics, as host values, and the newest ones."""
-        pending = self._pending_steps.host_values()
+        pending = self.pending_steps.host_values()
         waiting = [[hook.name, point.name, step, values] for (hook, point, step), values in pending]
         last, newest = [*map(_with_tensors, self._last)], _with_tensors(self._newest)
         return {"waiting": waiting, "last": last, "newest": newest}
@@ -409,7 +402,7 @@ class MetricDelivery:
         """Restore a state of :meth:`state_dict`, without buffered metrics of hooks that are no longer active."""
         for name, point, step, values in state["waiting"]:
             if name in hooks:
-                self._pending_steps.add((hooks[name], HookPoint[point], step), values)
+                self.pending_steps.add((hooks[name], HookPoint[point], step), values)
         self._last = [dict(metrics) for _, metrics in zip(HookPoint, state["last"], strict=True)]
         self._newest = dict(state["newest"])
         self._checked_count = len(self._newest)
