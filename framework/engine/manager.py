@@ -280,13 +280,13 @@ class HookManager:
         result = self.run_isolated(name, run_in_eval_mode)
         for listener in self._evaluation_listeners:
             for alert in listener.alerts(self.state.loop.step):
-                self.report_about_evaluation(alert)
+                self.report(alert, "evaluation")
         return result
 
-    def report_about_evaluation(self, alert: Alert) -> None:
-        """Report an alert about an evaluation, on the main rank."""
+    def report(self, alert: Alert, source: str) -> None:
+        """Report an alert about the loop itself, on the main rank; ``source`` is what it is about."""
         if self.task.ranks.is_main:
-            self.delivery.report(alert, "evaluation", self.state.loop.epoch)
+            self.delivery.report(alert, source, self.state.loop.epoch)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

@@ -267,7 +267,7 @@ class CustomLoop(Transient):
             self._driver.loop,
             facts=attached.start_facts,
             is_in_hook=self._hook_calls.is_entered,
-            report=attached.manager.report_about_evaluation,
+            report=partial(attached.manager.report, source="evaluation"),
             compiled=task.compiled,
         )
 
@@ -620,10 +620,8 @@ class CustomLoop(Transient):
 
     def _report(self, sentence: str, metric: str, id: str) -> None:
         """Report a fault of the loop as an alert that belongs to a finding of the doctor."""
-        manager, loop = self._attached.manager, self._driver.loop
-        if manager.task.ranks.is_main:
-            alert = Alert(sentence, metric=metric, step=max(loop.step, 1), value=self._passes, id=id)
-            manager.delivery.report(alert, "loop", loop.epoch)
+        alert = Alert(sentence, metric=metric, step=max(self._driver.loop.step, 1), value=self._passes, id=id)
+        self._attached.manager.report(alert, "loop")
 
     def _on_evaluation_pass(self, train: bool) -> None:
         self._evaluates_in_train_mode = train and self._modes.have_effect()
@@ -1176,15 +1174,13 @@ class CustomLoop(Transient):
             self._warn_once("unseen", message)
 
     def _report_other_optimizer(self, optimizer: Optimizer) -> None:
-        loop, manager = self._driver.loop, self._attached.manager
         own = type(self._optimizers[0]).__name__
         sentence = (
             f"Another optimizer ({type(optimizer).__name__}) steps the parameters of the model, and hooks see only "
             f"the steps of the attached one ({own}): close the scope and attach the new optimizer."
         )
-        if manager.task.ranks.is_main:
-            alert = Alert(sentence, metric="other_optimizer", step=loop.step, id="optimizer-replaced")
-            manager.delivery.report(alert, "optimizers", loop.epoch)
+        alert = Alert(sentence, metric="other_optimizer", step=self._driver.loop.step, id="optimizer-replaced")
+        self._attached.manager.report(alert, "optimizers")
 
     def _warn_once(self, kind: str, sentence: str) -> None:
         if self._is_new(kind):
