@@ -52,9 +52,7 @@ class AttachedTap:
         UsageError: the tap does not fit the model or its hook.
     """
 
-    def __init__(
-        self, owner: TapOwner, tap: Tap, model: nn.Module, passes: RunningPasses, *, compiled: bool, audit: bool
-    ) -> None:
+    def __init__(self, owner: TapOwner, tap: Tap, model: nn.Module, passes: RunningPasses, *, compiled: bool) -> None:
         self.owner = owner
         self._passes = passes
         self._target = tap.target
@@ -72,16 +70,16 @@ class AttachedTap:
             self._registrations = [partial(tap.recorder.recording, model, is_active)]
         elif isinstance(tap, ForwardTap):
             module = _target_of(dict(model.named_modules(remove_duplicate=False)), owner, tap)
-            on_call = forward_function(owner, tap, self.is_active, passes, audit=audit)
+            on_call = forward_function(owner, tap, self.is_active, passes)
             self._registrations = [partial(_after_forward, module, after_forward(on_call))]
             self._tap_graphs(module, "forward", on_call)
         elif isinstance(tap, AttentionTap):
             module = _target_of(dict(model.named_modules(remove_duplicate=False)), owner, tap)
-            on_attention = attention_callback(owner, tap, passes, audit=audit)
+            on_attention = attention_callback(owner, tap, passes)
             self._registrations = [partial(attention_read, module, on_attention, self.is_active)]
             self._tap_graphs(module, "attention", on_attention)
         else:
-            on_tensor = checked_function(owner, tap, self.is_active, passes, audit=audit)
+            on_tensor = checked_function(owner, tap, self.is_active, passes)
             self._registrations = self._on_tensors(tap, model, on_tensor, compiled=compiled)
 
     def _tap_graphs(

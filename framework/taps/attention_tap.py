@@ -13,8 +13,7 @@ from ..state import FunctionBeforeForward, InternalFunction, skips_frames
 from .attention_reader import AttentionReader
 from .checked_function import is_symbolic
 from .forward_calls import call_unchanged
-from .passes import RunningPasses
-from .training_use import is_training_use
+from .passes import RunningPasses, is_training_use
 
 
 class _RunningModules(threading.local):
@@ -27,19 +26,17 @@ class _RunningModules(threading.local):
 RUNNING = _RunningModules()
 
 
-def attention_callback(
-    owner: TapOwner, tap: AttentionTap, passes: RunningPasses, *, audit: bool
-) -> Callable[[AttentionCall], None]:
+def attention_callback(owner: TapOwner, tap: AttentionTap, passes: RunningPasses) -> Callable[[AttentionCall], None]:
     """Return a function that calls the tap, with no tap active inside of it.
 
-    It raises :class:`StateMutationError` if the tap changed a tensor. ``audit`` compares every byte.
+    It raises :class:`StateMutationError` if the tap changed a tensor.
     """
 
     def on_call(call: AttentionCall) -> None:
         if any(map(is_symbolic, call.tensors)):
             return
         function = partial(tap.function, call)
-        call_unchanged(owner, tap.target, function, call.tensors, "a tensor of an attention call", passes, audit=audit)
+        call_unchanged(owner, tap, function, call.tensors, "a tensor of an attention call", passes)
 
     return on_call
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..hooks import OnGradient
-from .training_use import is_training_use
+from .passes import is_training_use
 
 ForwardCallbacks = tuple[Callable[..., None] | None, Callable[..., None] | None]
 """Functions that are called before and after a module's forward; ``None`` for none."""

@@ -15,18 +15,18 @@ from .passes import RunningPasses
 
 
 def checked_function(
-    owner: TapOwner, tap: GradientTap, is_active: Callable[[], bool], passes: RunningPasses, *, audit: bool
+    owner: TapOwner, tap: GradientTap, is_active: Callable[[], bool], passes: RunningPasses
 ) -> OnGradient:
     """Return the function of a tap, called only while the tap is active, and with no tap active inside of it.
 
-    It raises :class:`StateMutationError` if the tap changed its tensor undeclared. ``audit`` compares every byte.
+    It raises :class:`StateMutationError` if the tap changed its tensor undeclared.
     """
 
     def on_tensor(tensor: Tensor) -> Tensor | None:
         if not is_active() or is_symbolic(tensor):
             return None
         version = version_of(tensor)
-        copy = tensor.clone() if audit else None
+        copy = tensor.clone() if passes.audit else None
         replacement: Tensor | None = None
         try:
             with passes:  # the function may run a backward pass itself

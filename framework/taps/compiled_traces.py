@@ -15,7 +15,7 @@ from .attention_tap import RUNNING
 from .callbacks import first_tensor
 from .compiled_checks import CHECKS
 from .compiled_sites import ELSEWHERE, EXCLUDED, REPLACED, SITES, Site, SiteTap, define_operations, form_of, is_readable
-from .training_use import is_training_use
+from .passes import is_training_use
 from .weight_uses import tap_uses, weight_uses
 
 Number = Tensor | int | None

@@ -9,22 +9,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import StateMutationError
-from ..hooks import ForwardCall, ForwardTap, TapOwner
+from ..hooks import ForwardCall, ForwardTap, Tap, TapOwner
 from ..tensors import in_bytes
 from .checked_function import is_symbolic, version_of
-from .passes import RunningPasses
-from .training_use import is_training_use
+from .passes import RunningPasses, is_training_use
 
 ForwardCallback = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
 """A module hook with the arguments of ``register_forward_hook(with_kwargs=True)``."""
 
 
 def forward_function(
-    owner: TapOwner, tap: ForwardTap, is_active: Callable[[], bool], passes: RunningPasses, *, audit: bool
+    owner: TapOwner, tap: ForwardTap, is_active: Callable[[], bool], passes: RunningPasses
 ) -> Callable[[tuple[Any, ...]], None]:
     """Return a function of (args, kwargs, output) that calls the tap, with no tap active inside of it.
 
-    It raises :class:`StateMutationError` if the tap changed a tensor. ``audit`` compares every byte.
+    It raises :class:`StateMutationError` if the tap changed a tensor.
     """
 
     def on_call(call: tuple[Any, ...]) -> None:
@@ -35,7 +34,7 @@ def forward_function(
             return
         detached = tree_map_only(Tensor, Tensor.detach, call)
         function = partial(tap.function, ForwardCall(*detached))
-        call_unchanged(owner, tap.target, function, all_tensors, "an input or output", passes, audit=audit)
+        call_unchanged(owner, tap, function, all_tensors, "an input or output", passes)
 
     return on_call
 
@@ -51,14 +50,7 @@ def after_forward(on_call: Callable[[tuple[Any, ...]], None]) -> ForwardCallback
 
 
 def call_unchanged(
-    owner: TapOwner,
-    target: str,
-    function: Callable[[], None],
-    tensors: list[Tensor],
-    subject: str,
-    passes: RunningPasses,
-    *,
-    audit: bool,
+    owner: TapOwner, tap: Tap, function: Callable[[], None], tensors: list[Tensor], subject: str, passes: RunningPasses
 ) -> None:
     """Call the function of a tap, with no tap active inside of it.
 
@@ -67,16 +59,16 @@ def call_unchanged(
     # Sparse and nested tensors have no address.
     tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
     versions = list(map(version_of, tensors))
-    copies = [tensor.detach().clone() for tensor in tensors] if audit else []
+    copies = [tensor.detach().clone() for tensor in tensors] if passes.audit else []
     try:
         with torch.no_grad(), passes:  # the function may run a pass of the model itself
-            owner.call(target, function)
+            owner.call(tap.target, function)
     finally:
         is_same = versions == list(map(version_of, tensors))
         for copy, tensor in zip(copies, tensors, strict=False):
             is_same = is_same and torch.equal(in_bytes(copy), in_bytes(tensor))
         if not is_same:
             raise StateMutationError(
-                f"The tap of hook {owner.hook!r} on {target or 'the model'!r} changed {subject} that it may only read; "
-                "change a clone of the tensor instead."
+                f"The tap of hook {owner.hook!r} on {tap.target or 'the model'!r} changed {subject} that it may only "
+                "read; change a clone of the tensor instead."
             )

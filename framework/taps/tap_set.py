@@ -31,12 +31,11 @@ class TapSet:
         that change the numbers of a graph of torch.compile.
         """
         self._model = model
-        self._audit = audit
         self._compiled = compiled or is_compiled(model)
         is_container = self._compiled and type(model).__module__.startswith("torch.nn.")  # its parts are compiled
         self._has_compiled_parts = is_container or any(map(is_compiled, model.children()))
         self._taps: dict[TapOwner, list[AttachedTap]] = {}
-        self._passes = RunningPasses()
+        self._passes = RunningPasses(audit=audit)
         self._results = len(CHECKS.results)
         self._keeps_all = keeps_all
         self._agreements = 0
@@ -62,9 +61,7 @@ class TapSet:
         try:
             for declared in taps:
                 self.is_idle = self._have_left_graphs = False
-                tap = AttachedTap(
-                    owner, declared, self._model, self._passes, compiled=self._has_compiled_parts, audit=self._audit
-                )
+                tap = AttachedTap(owner, declared, self._model, self._passes, compiled=self._has_compiled_parts)
                 self._taps.setdefault(owner, []).append(tap)
                 tap.attach()
         except BaseException:
