@@ -69,12 +69,10 @@ class ScoreTraces:
     """The traces of the tensors of one pass of a module."""
 
     def __init__(self) -> None:
-        self._traces: MutableMapping[Tensor, Trace] = (
-            WeakTensorKeyDictionary()
-        )  # by tensor that may become the input of a softmax
-        self._maxima: MutableMapping[Tensor, bool] = (
-            WeakTensorKeyDictionary()
-        )  # tensors with the maximum of each row of scores
+        self._traces: MutableMapping[Tensor, Trace] = WeakTensorKeyDictionary()
+        """The traces by tensors that may become the input of a softmax."""
+        self._maxima: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        """The tensors with the maximum of each row of scores."""
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}  # by weight: a linear layer's weight and output
 
     @property

@@ -68,9 +68,11 @@ class TensorIdentities:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
-        self._read_pointer = _pointer_reader(tensors)
-        have_strides = COMPRESSED.isdisjoint(map(_layout, tensors))
-        self._read_stride = Tensor.stride if have_strides else _no_stride
+        read_pointer = _pointer_reader(tensors)
+        read_stride = Tensor.stride if COMPRESSED.isdisjoint(map(_layout, tensors)) else _no_stride
+        # In the order of the fields of a mark.
+        self._readers: tuple[Callable[[Tensor], Any], ...] = (type, read_pointer, _shape, read_stride, _dtype)
+        self._readers += (_requires_grad, Tensor.is_conj, Tensor.is_neg)
         self._marks = types, *_, requires_grad, _, _ = self._read_marks()
         plain = PLAIN.issuperset(types)
         # read once: finding the names of a wrapper's inner tensors takes longer than reading the tensors
@@ -85,22 +87,12 @@ class TensorIdentities:
         self._addresses = addresses(self._attachments)
         # detach() shares the storage, and keeps it if the storage of the original is replaced by ``.data`` or set_().
         self._aliases = [*map(Tensor.detach, tensors)]
-        simple = plain and self._read_pointer is Tensor.data_ptr
+        simple = plain and read_pointer is Tensor.data_ptr
         self.bytes = self._aliases if simple else [part for alias in self._aliases for part in byte_tensors(alias)]
         """Tensors on the storages of the originals; they keep these storages alive."""
 
     def _read_marks(self) -> tuple[list[Any], ...]:
-        tensors = self._tensors
-        return (
-            [*map(type, tensors)],
-            [*map(self._read_pointer, tensors)],
-            [*map(_shape, tensors)],
-            [*map(self._read_stride, tensors)],
-            [*map(_dtype, tensors)],
-            [*map(_requires_grad, tensors)],
-            [*map(Tensor.is_conj, tensors)],
-            [*map(Tensor.is_neg, tensors)],
-        )
+        return tuple([[*map(read, self._tensors)] for read in self._readers])
 
     def _read_attachments(self) -> tuple[Any, ...]:
         attachments = [item for read in ATTACHED.values() for item in map(read, self.owners)]

@@ -5,8 +5,8 @@
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -37,32 +37,17 @@ def _overrides_reading(kind: Any) -> bool:
     return kind.__iter__ is not base.__iter__ or kind.__len__ is not base.__len__ or hasattr(kind, "__bool__")
 
 
-class _Items:
-    """The items of a container whose class overrides how they are read."""
+class _View:
+    """The items of a container whose class overrides how they are read, or the elements of an array of objects."""
 
-    def __init__(self, container: Any) -> None:
-        self._container, self._base = container, _built_in(container)
-
-    def __len__(self) -> int:
-        length: int = self._base.__len__(self._container)
-        return length
-
-    def __iter__(self) -> Iterator[Any]:
-        items: Iterator[Any] = self._base.__iter__(self._container)
-        return items
-
-
-class _Elements:
-    """The elements of an array of objects."""
-
-    def __init__(self, array: "np.ndarray[Any, Any]") -> None:
-        self._array = array
+    def __init__(self, length: Callable[[], int], items: Callable[[], Iterable[Any]]) -> None:
+        self._length, self._items = length, items
 
     def __len__(self) -> int:
-        return self._array.size
+        return self._length()
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._array.flat)
+        return iter(self._items())
 
 
 STORED_DICTS: tuple[type, ...] = (dict, OrderedDict, Counter)
@@ -89,9 +74,12 @@ def values_of(container: Any) -> Any:
     if isinstance(container, dict):
         return _built_in(container).values(container)
     if isinstance(container, np.ndarray):
-        return _Elements(container)
+        return _View(partial(getattr, container, "size"), partial(getattr, container, "flat"))
     kind: Any = type(container)
-    return _Items(container) if _overrides_reading(kind) else container
+    if not _overrides_reading(kind):
+        return container
+    base = _built_in_of(kind)
+    return _View(partial(base.__len__, container), partial(base.__iter__, container))
 
 
 def refill(container: Any, keys: Iterable[Any], values: Iterable[Any]) -> None:
