@@ -1,6 +1,6 @@
 """Loaders: batches as a function of (epoch, first batch)."""
 
-from .batches import MicroBatches, SeparateBatches, micro_batches, part_of, rows
+from .batches import MicroBatches, SeparateBatches, micro_batches, part_of, rows, rows_if_any
 from .data_identity import data_changed, fingerprint
 from ..state.generators import Generator
 from .generators import all_holders, attributes, seed_all, undisturbed
@@ -14,6 +14,6 @@ __all__ = [
     "Batch", "Generator", "Loader", "MicroBatches", "Order", "RowNumbers", "RowsOfRank", "SeparateBatches",
     "SourceOfRows", "TensorLoader", "TorchLoader", "all_holders", "attributes", "data_changed", "derived_seed",
     "fingerprint", "first_batch", "fixed_order", "global_batches", "micro_batches", "part_of", "preserved_loader",
-    "random_order", "rows", "seed_all", "undisturbed", "with_copied_batches", "with_copied_samplers",
+    "random_order", "rows", "rows_if_any", "seed_all", "undisturbed", "with_copied_batches", "with_copied_samplers",
     "without_generators",
 ]

@@ -39,6 +39,14 @@ def rows(batch: Any) -> int:
     )
 
 
+def rows_if_any(batch: Any) -> int | None:
+    """Return the number of samples in a batch, or ``None`` for one without samples."""
+    try:
+        return rows(batch)
+    except LoopscopeError:
+        return None
+
+
 def micro_batches(batch: Any, pieces: int) -> list[Any]:
     """Split a batch along the first dimension of its tensors into at most ``pieces`` parts of the same structure.
 

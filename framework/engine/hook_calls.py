@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from ..combined_optimizers import separate_optimizers
-from ..data import RowNumbers, rows, with_copied_batches
-from ..errors import LoopscopeError, StateMutationError, unknown
+from ..data import RowNumbers, rows_if_any, with_copied_batches
+from ..errors import StateMutationError, unknown
 from ..hooks import (
     EPOCH_END,
     STEP_POINTS,
@@ -281,10 +281,8 @@ class HookCalls:
 
     def _rows_of_batch(self, epoch: int, index: int) -> Tensor | None:
         row_numbers = self._row_numbers.of(epoch, index)
-        with suppress(LoopscopeError):  # raised for a batch without rows
-            if row_numbers is not None and len(row_numbers) == rows(self.state.loop.batch):
-                return row_numbers
-        return None
+        is_complete = row_numbers is not None and len(row_numbers) == rows_if_any(self.state.loop.batch)
+        return row_numbers if is_complete else None
 
     def _forward(self, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
         self.hooks.profiler.count_samples("forward", inputs)

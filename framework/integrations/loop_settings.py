@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..combined_optimizers import optimizer_name, scheduler_name
-from ..data import Batch, rows
+from ..data import Batch, rows_if_any
 from ..durable_files import plain_json
-from ..errors import LoopscopeError
 from ..training import TrainingTask
 
 LARGEST_SEED = 2**32
@@ -33,7 +32,7 @@ def loop_settings(task: TrainingTask, first: Batch | None, accumulate: int, seed
         "optimizer": optimizer_name(task.optimizer),
         **_options(task.optimizer.param_groups[0]),
         "scheduler": scheduler_name(task.scheduler),
-        "batch_size": _rows(first),
+        "batch_size": rows_if_any(first),
         "accumulation": accumulate,
         "seed": seed,
         "dtype": str(parameter.dtype).removeprefix("torch."),
@@ -50,13 +49,6 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     # Tensors of several elements, such as a mask, are no settings; plain_json() turns single elements into numbers.
     single = {name: value for name, value in options.items() if not isinstance(value, Tensor) or value.numel() == 1}
     return {("learning_rate" if name == "lr" else name): value for name, value in single.items()}
-
-
-def _rows(batch: Batch | None) -> int | None:
-    try:
-        return None if batch is None else rows(batch)
-    except LoopscopeError:  # a batch without rows
-        return None
 
 
 def seed_of(config: Mapping[str, Any], given: int) -> int:

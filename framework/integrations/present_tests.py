@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..data import rows
+from ..data import rows_if_any
 from ..doctor import Diagnosis
-from ..errors import LoopscopeError, require
+from ..errors import require
 from ..hooks import HookRegistry, InterventionHook
 from ..laboratory.questions import HOOK, TrialPlan, diagnosis_with_tests
 from .attached_loop import AttachedLoop
@@ -24,15 +24,8 @@ def check_testable(attached: AttachedLoop) -> None:
     has_one_process = not attached.manager.task.ranks.are_many
     require(has_one_process, f"{call} needs a training in one process; call scope.diagnose() without test=True.")
     if "needs_loader" in lacks:
-        is_kept = _row_count(attached.manager.state.loop.batch) >= FEWEST_ROWS
+        is_kept = (rows_if_any(attached.manager.state.loop.batch) or 0) >= FEWEST_ROWS
         require(is_kept, f"{call} needs batches, and no last one with {FEWEST_ROWS} rows: {lacks['needs_loader']}.")
-
-
-def _row_count(batch: object) -> int:
-    try:
-        return rows(batch)
-    except LoopscopeError:  # no batch, or one without rows
-        return 0
 
 
 def with_tests(attached: AttachedLoop, diagnosis: Diagnosis, branches: int, steps: int) -> Diagnosis:
