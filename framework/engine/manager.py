@@ -2,11 +2,11 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -34,7 +34,6 @@ from ..taps import TapSet
 from ..training import LossProbe, ObservedPass, Profiler, TrainingTask, without_graph
 from .budget import BUDGET, Budget, BudgetSettings
 from .commits import refuse_commits_for_closures
-from .evaluations import EvaluationListener
 from .failures import HookFailures, OnError
 from .hook_calls import HookCalls, optimizer_groups, with_gradients_borrowed
 from .hook_set import HookSet
@@ -48,6 +47,16 @@ Result = TypeVar("Result")
 POST_BACKWARD = HookPoint.POST_BACKWARD
 UNNAMED = "unnamed"
 """The name of experiment, strategy and folder of a manager that starts without :class:`RunInfo`."""
+
+
+class EvaluationListener(Protocol):
+    """An observer of evaluations, which must not change what the model computes."""
+
+    def watched(self) -> AbstractContextManager[object]:
+        """Return a context manager for one evaluation, which is entered with the model in eval mode."""
+
+    def alerts(self, step: int) -> Iterable[Alert]:
+        """Return alerts about the evaluation that has just ended, after ``step``."""
 
 
 class HookManager:
