@@ -3,6 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -129,27 +131,23 @@ class FusedCall(AttentionCall):
         assert products is not None
         products = products.mul_(self.scale)
         scores = products if self.cap is None else self.cap * torch.tanh(products / self.cap)
-        hidden = self._hidden_by_place(queries, products)
+        hidden = [*self._hidden_by_place(queries, products)]
         if self.mask is not None:
             part = self.mask.expand(*self.shape)[samples, :, queries]
-            if part.dtype is torch.bool:
-                hidden = ~part if hidden is None else hidden | ~part
-            else:
+            if part.dtype is not torch.bool:
                 scores = scores + _wide(part)
-                by_mask = part <= HIDDEN
-                hidden = by_mask if hidden is None else hidden | by_mask
+            hidden.append(~part if part.dtype is torch.bool else part <= HIDDEN)
         if self.rows is not None:
-            left_out = ~self.rows[samples, None, queries, None]
-            hidden = left_out if hidden is None else hidden | left_out
-        return _hide(samples, scores, products, hidden)
+            hidden.append(~self.rows[samples, None, queries, None])
+        return _hide(samples, scores, products, reduce(or_, hidden) if hidden else None)
 
-    def _hidden_by_place(self, queries: slice, like: Tensor) -> Tensor | None:
-        if not self.causal and self.window is None:
-            return None
+    def _hidden_by_place(self, queries: slice, like: Tensor) -> Iterator[Tensor]:
         places = torch.arange(queries.start, queries.start + like.shape[2], device=like.device)[:, None]
         keys = torch.arange(like.shape[3], device=like.device)
-        hidden = keys > places if self.causal else torch.zeros(like.shape[2:], dtype=torch.bool, device=like.device)
-        return hidden if self.window is None else hidden | (keys <= places - self.window)
+        if self.causal:
+            yield keys > places
+        if self.window is not None:
+            yield keys <= places - self.window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,11 +210,9 @@ def _hide(samples: slice, scores: Tensor, products: Tensor | None, hidden: Tenso
     if hidden is None:
         return ScoreBlock(samples, scores, products)
     masked = scores.masked_fill(hidden, -torch.inf)
-    return ScoreBlock(
-        samples,
-        masked,
-        masked if products is scores else None if products is None else products.masked_fill(hidden, -torch.inf),
-    )
+    if products is None or products is scores:
+        return ScoreBlock(samples, masked, None if products is None else masked)
+    return ScoreBlock(samples, masked, products.masked_fill(hidden, -torch.inf))
 
 
 def _wide(tensor: Tensor) -> Tensor:
