@@ -229,7 +229,7 @@ class AttachedLoop:
             attached = f"A run is already attached to this {type(item).__name__}; close it first: scope.close()."
             require(item not in _TRAINED, attached)
         self._loss = loss or self.options.loss or missing_loss
-        self._assemble = partial(self._assembled, model, optimizer, replica, length)
+        self._given_parts = model, optimizer, replica, length
         self._assemble(self._left_out, **parts)
         self._parts = parts
         self._accumulate = accumulate
@@ -237,17 +237,9 @@ class AttachedLoop:
         _TRAINED.update(separate_optimizers(optimizer))
         self.is_built = True
 
-    def _assembled(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        replica: DistributedDataParallel | None,
-        length: int | None,
-        left_out: Mapping[str, str],
-        **parts: Any,
-    ) -> None:
+    def _assemble(self, left_out: Mapping[str, str], **parts: Any) -> None:
         """Create task, state, manager and driver; hooks that could not be created, ``left_out``, are reported."""
-        options = self.options
+        options, (model, optimizer, replica, length) = self.options, self._given_parts
         self._loader = loader = OptionalLoader(options.loader, options.seed)
         task = TrainingTask(
             model,
