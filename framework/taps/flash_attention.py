@@ -72,20 +72,11 @@ def _get_interface(interface: Any, attn_implementation: str | None, default: Cal
     return partial(_read_and_call, function) if is_flash and _READERS.functions else function
 
 
-def _read_and_call(
-    function: Callable[..., Any],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    *args: Any,
-    **options: Any,
-) -> Any:
-    if (call := read_flash(module, query, key, value, attention_mask, **options)) is not None:
+def _read_and_call(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    if (call := read_flash(*inputs[:5], **options)) is not None:
         for on_call in [*_READERS.functions]:
             on_call(call)
-    return function(module, query, key, value, attention_mask, *args, **options)
+    return function(*inputs, **options)
 
 
 def read_flash(
@@ -93,7 +84,7 @@ def read_flash(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    padding: Tensor | None,
+    attention_mask: Tensor | None = None,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -103,13 +94,13 @@ def read_flash(
 ) -> FusedCall | None:
     """Read a call with queries and keys of shape (batch, heads, tokens, head_dim).
 
-    ``padding`` has shape (batch, keys), and is ``False`` or 0 for padding, which the kernels leave out. Without it, a
+    ``attention_mask`` has shape (batch, keys), and is ``False`` or 0 for padding, which the kernels leave out. Without it, a
     batch of one row may consist of several sequences, which see only themselves: a position that does not follow the
     one before it starts a sequence. Returns ``None`` if the sequences are given by their lengths instead.
     """
     if query.ndim != 4 or any(options.get(name) is not None for name in ("cu_seq_lens_q", "cu_seqlens", "cache")):
         return None
-    visible = None if padding is None else padding.detach().bool()
+    visible = None if attention_mask is None else attention_mask.detach().bool()
     mask = None if visible is None else visible[:, None, None, :]
     positions = options.get("position_ids")
     if visible is None and positions is not None and len(query) == 1 and positions.shape[-1] == key.shape[2]:
