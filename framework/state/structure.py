@@ -101,9 +101,8 @@ class ReachableObjects:
         elif isinstance(value, Tensor) and not is_uninitialised(value):
             self._add(self.tensors, value, attached(value))
         elif isinstance(value, OBJECTS) or is_uninitialised(value):
-            self._add(
-                self._objects, value, (vars(value), *(spaces_of_buffers(value) if isinstance(value, nn.Module) else ()))
-            )
+            spaces = spaces_of_buffers(value) if isinstance(value, nn.Module) else []
+            self._add(self._objects, value, [vars(value), *spaces])
             self._add_slots(value)
         else:
             self._visit_object(value)

@@ -44,10 +44,8 @@ def _optimizer_attributes(optimizer: Any) -> dict[str, Any]:
     """
     attributes = without_hooks(attributes_of(optimizer) or {})
     left_out = {key: value for key, value in attributes.items() if key not in ("state", "param_groups")}
-    stands_alone = is_torch_optimizer(optimizer) and not ReachableObjects([left_out], excluded={id(optimizer)}).of_kind(
-        Optimizer
-    )
-    return left_out if stands_alone else attributes
+    others = ReachableObjects([left_out], excluded={id(optimizer)}).of_kind(Optimizer)
+    return left_out if is_torch_optimizer(optimizer) and not others else attributes
 
 
 def _names_of(state: StateObjects) -> list[str]:
