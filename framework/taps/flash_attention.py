@@ -94,9 +94,9 @@ def read_flash(
 ) -> FusedCall | None:
     """Read a call with queries and keys of shape (batch, heads, tokens, head_dim).
 
-    ``attention_mask`` has shape (batch, keys), and is ``False`` or 0 for padding, which the kernels leave out. Without it, a
-    batch of one row may consist of several sequences, which see only themselves: a position that does not follow the
-    one before it starts a sequence. Returns ``None`` if the sequences are given by their lengths instead.
+    ``attention_mask`` has shape (batch, keys), and is ``False`` or 0 for padding, which the kernels leave out. Without
+    it, a batch of one row may consist of several sequences, which see only themselves: a position that does not follow
+    the one before it starts a sequence. Returns ``None`` if the sequences are given by their lengths instead.
     """
     if query.ndim != 4 or any(options.get(name) is not None for name in ("cu_seq_lens_q", "cu_seqlens", "cache")):
         return None
