@@ -36,7 +36,7 @@ from ..tensors import Vector
 from ..training import LossProbe, TrainingTask, without_graph
 from .budget import Budget
 from .commits import CommitRecord
-from .hook_set import HookSet
+from .hook_set import HookSet, call_of
 from .listeners import Listener
 from .metric_delivery import MetricDelivery
 from .model_context import ModelContext
@@ -231,7 +231,7 @@ class HookCalls:
             context = self._create_context(HookPoint.POST_STEP)
             with self._create_model_context(hook, BETWEEN_STEPS, CommitRecord(hook.name, frozenset())) as model_context:
                 intervene = partial(hook.intervene, context, model_context)
-                return self.hooks.run_rolled_back(hook, BETWEEN_STEPS, intervene)
+                return self.hooks.run_in_gate(call_of(hook, BETWEEN_STEPS, self.state.loop.step), intervene, hook)
 
     def _create_context(self, point: HookPoint) -> RunDataContext:
         """Return the context for the hooks at ``point``; fields that no hook requested are ``None``."""

@@ -119,9 +119,9 @@ class HookSet:
         if is_observer:
             run_hook = partial(self.isolation.observe, call, function)
         else:
-            run_hook = partial(self._run_in_gate, call, function, intervention)
+            run_hook = partial(self.run_in_gate, call, function, intervention)
         if self.profiler.enabled:
-            state_of = partial(self._run_in_gate, Call(hook.name, "state_dict", step), hook.state_dict)
+            state_of = partial(self.run_in_gate, Call(hook.name, "state_dict", step), hook.state_dict)
             run_hook = partial(self.profiler.call, hook.name, run_hook, state_of)
         is_collective = intervention is not None
         if self.timer is None:
@@ -191,7 +191,7 @@ class HookSet:
         step = self.state.loop.step
         with self.isolation.visit():
             call = call_of(hook, where, step)
-            return self._call_safely(hook, where, step, partial(self._run_in_gate, call, function))
+            return self._call_safely(hook, where, step, partial(self.run_in_gate, call, function))
 
     def call_tap(self, hook: TrainingHook, target: str, function: Callable[[], Result]) -> Result | None:
         """Call the function of a tap during a pass of the run."""
@@ -216,15 +216,6 @@ class HookSet:
             return self._call_safely(hook, call.where, call.step, run_in_pass)
         timed = partial(self._call_safely, hook, call.where, call.step, run_in_pass)
         return self.timer.time_pass(hook.name, call.step, timed)
-
-    def run_isolated(self, name: str, where: str, function: Callable[[], Result]) -> Result:
-        """Run code that is not a hook, such as the evaluation, isolated like an observer; requires a visit."""
-        return self._run_in_gate(Call(name, where, self.state.loop.step, "The"), function, None)
-
-    def run_rolled_back(self, hook: InterventionHook, where: str, function: Callable[[], Result]) -> Result:
-        """Run the function of an intervention that is not one of the run's hooks; its errors are raised."""
-        call = call_of(hook, where, self.state.loop.step)
-        return self._run_in_gate(call, function, hook)
 
     @property
     def rolled_back_hook(self) -> str:
@@ -263,9 +254,10 @@ class HookSet:
         self._disabled = True
         self.isolation.retake_baseline()  # otherwise the sinks, which are closed later, would be blamed
 
-    def _run_in_gate(
+    def run_in_gate(
         self, call: Call, function: Callable[[], Result], intervention: InterventionHook | None = None
     ) -> Result:
+        """Run code in the gate, within a visit; that of an ``intervention`` is rolled back. Its errors are raised."""
         with self.taps.disabled():
             if intervention is None:
                 return self.isolation.observe(call, function)
@@ -471,7 +463,7 @@ class HookSet:
             if hook.name in states:
                 has_calls = True
                 load = partial(hook.load_state_dict, states[hook.name])
-                load_isolated = partial(self._run_in_gate, Call(hook.name, LOAD, 0), load)
+                load_isolated = partial(self.run_in_gate, Call(hook.name, LOAD, 0), load)
                 with self.isolation.visit():
                     self._call_safely(hook, LOAD, 0, load_isolated)
         if has_calls:  # before start(), where a rank would wait for a hook that another rank has left out

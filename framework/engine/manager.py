@@ -28,7 +28,7 @@ from ..hooks import (
     TrainingHook,
     treatments,
 )
-from ..isolation import Isolation, StateCopy, borrowed_extras, borrowed_modes, undone_pass
+from ..isolation import Call, Isolation, StateCopy, borrowed_extras, borrowed_modes, undone_pass
 from ..state import TrainingState, optimizers_of
 from ..taps import TapSet
 from ..training import LossProbe, ObservedPass, Profiler, TrainingTask, without_graph
@@ -145,7 +145,6 @@ class HookManager:
         self.call_between_steps = self._hook_calls.call_between_steps
         self._reference_weights = reference_weights
         self._evaluation_listeners = evaluation_listeners
-        self._lacks: Mapping[str, str] = {}
         self.observed_first_pass: ObservedPass | None = None
         """The pass that hooks share at their start, once it has run."""
 
@@ -216,7 +215,6 @@ class HookManager:
         self.profiler.samples.update(sample_counts)  # a resumed run has already counted the passes of its start
         self._attach_taps()
         self.hooks.synchronise_failures()
-        self._lacks = run.lacks
         if self.budget is not None:
             self.budget.start(self.state.loop.step)
             if self.budget.factors:
@@ -268,7 +266,7 @@ class HookManager:
     def run_isolated(self, name: str, function: Callable[[], Result]) -> Result:
         """Run code that is not a hook, such as the evaluation, so that it cannot change the run."""
         with self.isolation.visit():
-            return self.hooks.run_isolated(name, "the loop", function)
+            return self.hooks.run_in_gate(Call(name, "the loop", self.state.loop.step, "The"), function)
 
     def in_eval_mode(self, name: str, function: Callable[[nn.Module], Result]) -> Result:
         """Call ``function`` with the model in eval mode, isolated from the run."""

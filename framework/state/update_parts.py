@@ -11,16 +11,7 @@ from torch.optim import Optimizer
 from .attributes import HOOK_TABLES, MODULE_ATTRIBUTES, is_hook_table, space_of, spaces_of_buffers, without_hooks
 from .generators import StreamState
 from .model_parts import GRADIENT_HOOKS, InternalHook, from_plain_forms, hook_tables, plain_forms
-from .parameter_groups import (
-    SPLIT_FROM,
-    groups_of,
-    is_torch_optimizer,
-    moments_of,
-    original_groups,
-    parameters_of,
-    regrouped,
-    trained_by,
-)
+from .parameter_groups import SPLIT_FROM, groups_of, moments_of, original_groups, parameters_of, regrouped, trained_by
 from .parts import Leaves, Part, StateObjects, Watched, nested
 from .structure import ReachableObjects, Structure
 from .values import ATOMS, Slots, attributes_of
@@ -45,7 +36,7 @@ def _optimizer_attributes(optimizer: Any) -> dict[str, Any]:
     attributes = without_hooks(attributes_of(optimizer) or {})
     left_out = {key: value for key, value in attributes.items() if key not in ("state", "param_groups")}
     others = ReachableObjects([left_out], excluded={id(optimizer)}).of_kind(Optimizer)
-    return left_out if is_torch_optimizer(optimizer) and not others else attributes
+    return left_out if isinstance(optimizer, Optimizer) and not others else attributes
 
 
 def _names_of(state: StateObjects) -> list[str]:
@@ -58,7 +49,7 @@ def _names_of(state: StateObjects) -> list[str]:
 def _optimizer_state(state: StateObjects) -> dict[str, Any]:
     """Return an optimizer's state dict with parameter names as keys and the original groups."""
     optimizer = state.optimizer
-    if not is_torch_optimizer(optimizer) or "state" in _optimizer_attributes(optimizer):
+    if not isinstance(optimizer, Optimizer) or "state" in _optimizer_attributes(optimizer):
         return {}
     content, names, groups = optimizer.state_dict(), dict(enumerate(_names_of(state))), dict[int, dict[str, Any]]()
     for origin, group in zip(original_groups(optimizer), content["param_groups"], strict=True):
@@ -75,7 +66,7 @@ def optimizers_of(state: StateObjects) -> list[Optimizer]:
         [*_optimizer_attributes(state.optimizer).values()],
         excluded={*map(id, state.modules.modules()), id(state.optimizer)},
     )
-    return [state.optimizer] * is_torch_optimizer(state.optimizer) + wrapped.of_kind(Optimizer)
+    return [state.optimizer] * isinstance(state.optimizer, Optimizer) + wrapped.of_kind(Optimizer)
 
 
 def _hooks(state: StateObjects) -> Iterator[tuple[str, list[Any]]]:
@@ -134,7 +125,7 @@ def _extra_structure(state: StateObjects) -> Structure:
     optimizer = state.optimizer
     others: list[Any] = [attributes_of(optimizer) or {}]
     excluded: list[Any] = [optimizer, state.scheduler]
-    if is_torch_optimizer(optimizer):
+    if isinstance(optimizer, Optimizer):
         # The part "optimizer" watches these; a misbehaving hook may have deleted them.
         excluded += [getattr(optimizer, name, None) for name in ("state", "param_groups")]
         moments = [item for item in moments_of(optimizer).values() if isinstance(item, dict)]
@@ -158,7 +149,7 @@ class OptimizerPart(Part):
 
     def read(self, state: StateObjects) -> Leaves:
         """Yield the state of every parameter, then the options of every group."""
-        if not is_torch_optimizer(state.optimizer):
+        if not isinstance(state.optimizer, Optimizer):
             return
         names = {id(parameter): name for name, parameter in state.modules.named_parameters()}
         forms = plain_forms(state)

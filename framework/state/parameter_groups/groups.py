@@ -61,14 +61,9 @@ def trained_by(optimizer: Any) -> list[Any]:
     return [item for group in groups_of(optimizer) for item in parameters_of(group)]
 
 
-def is_torch_optimizer(optimizer: Any) -> bool:
-    """Return whether an optimizer is a ``torch.optim.Optimizer``; otherwise it wraps others, or has no such state."""
-    return isinstance(optimizer, Optimizer)
-
-
 def original_groups(optimizer: Any) -> list[int]:
     """Return, for each group of an optimizer, the index of its original group before ranks split it."""
-    groups = groups_of(optimizer) if is_torch_optimizer(optimizer) else []
+    groups = groups_of(optimizer) if isinstance(optimizer, Optimizer) else []
     return [group.get(SPLIT_FROM, index) for index, group in enumerate(groups)]
 
 
