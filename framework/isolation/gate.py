@@ -14,14 +14,7 @@ from ..errors import StateMutationError, library_warnings_ignored
 from ..preserved_streams import threads_of_script
 from ..state import NODE_HOOKS, TrainingState
 from ..state.generators import StreamState
-from ..state.settings import (
-    DEFAULT_SETTINGS,
-    MODE_COUNTERS,
-    entered_modes,
-    leave_modes,
-    neutral_settings,
-    script_settings,
-)
+from ..state.settings import DEFAULT_SETTINGS, MODE_COUNTERS, leave_modes, neutral_settings, script_settings
 from .engine_callbacks import current_pass, with_callbacks
 from .guardian import StateCopy
 from .tripwire import Audit, Tripwire
@@ -112,7 +105,7 @@ class Isolation:
         self._holds_lock = False
         self._is_saved = self._holds_copies = self._is_recording = False
         self._has_commit = False
-        self._modes: tuple[int, ...] = entered_modes()
+        self._modes: tuple[int, ...] = (*map(operator.call, MODE_COUNTERS),)
         self._has_settings = False
         """Whether the script may have set the default dtype, the default device or autocast."""
         self._grad_mode = torch.is_grad_enabled()
@@ -297,7 +290,7 @@ class Isolation:
 
     def _observe_from_here(self, call: Call, function: Callable[[], Result]) -> Result:
         tripwire, audit = self._pass_checkers
-        modes, grad_mode = entered_modes(), torch.is_grad_enabled()
+        modes, grad_mode = (*map(operator.call, MODE_COUNTERS),), torch.is_grad_enabled()
         tripwire.take_baseline()
         # All taps of a hook share one count: full checks of the first calls at every target would cost too much.
         all_taps = call._replace(where="taps")
