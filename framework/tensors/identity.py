@@ -9,16 +9,7 @@ from torch import Tensor, nn
 
 from .memory import addresses
 from .shards import dtensor_class
-from .storage import (
-    COMPRESSED,
-    PLAIN,
-    byte_tensors,
-    inner_by_name,
-    inner_tensors,
-    is_cut_off,
-    is_wrapper,
-    storage_needed,
-)
+from .storage import COMPRESSED, PLAIN, byte_tensors, inner_by_name, inner_tensors, is_wrapper, regrow
 
 # Autograd stores the hooks of a tensor in private dicts, or None before the first hook is registered.
 ATTACHED = {name: attrgetter(name) for name in ("__dict__", "_backward_hooks", "_post_accumulate_grad_hooks")}
@@ -174,7 +165,7 @@ class BriefIdentities:
         shrunk = self._pointers != [*map(Tensor.data_ptr, self._aliases)]
         for tensor, alias in zip(self._tensors, self._aliases, strict=True):
             if shrunk:
-                _regrow(alias)
+                regrow(alias)
             if type(tensor) is not Tensor or tensor.requires_grad:
                 tensor.__class__ = Tensor
                 _clear_requires_grad(tensor)
@@ -220,7 +211,7 @@ def _restore_tensor(tensor: Any, alias: Tensor, previous: Mark, *, leaf: bool) -
         tensor.detach_()
     if not is_wrapper(alias):
         if alias.layout is torch.strided and alias.data_ptr() != previous.pointer:
-            _regrow(alias)
+            regrow(alias)
         tensor.data = alias
     if tensor.requires_grad != previous.requires_grad:
         # Last, since non-leaf and integer tensors reject it.
@@ -234,12 +225,6 @@ def _drop_accumulator(owner: Any) -> None:
         data = owner.data
         owner.data = data.to(torch.float64 if data.dtype is torch.float32 else torch.float32)
         owner.data = data
-
-
-def _regrow(alias: Tensor) -> None:
-    """Enlarge a storage that was shrunk, so that it holds all elements of a tensor on it."""
-    if is_cut_off(alias):
-        alias.untyped_storage().resize_(storage_needed(alias))
 
 
 def _attach(owner: Any, name: str, table: dict[Any, Any] | None) -> None:

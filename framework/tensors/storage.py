@@ -66,6 +66,12 @@ def is_cut_off(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() < storage_needed(tensor)
 
 
+def regrow(tensor: Tensor) -> None:
+    """Enlarge the storage of a strided tensor that was shrunk, so that it holds all elements."""
+    if is_cut_off(tensor):
+        tensor.untyped_storage().resize_(storage_needed(tensor))
+
+
 def in_bytes(tensor: Tensor, kind: torch.dtype = torch.uint8) -> Tensor:
     """Return the bytes of a strided tensor in row-major order, as a one-byte dtype ``kind``; a view if possible."""
     # A dimension of one element may have any stride in a contiguous tensor, but view() needs stride 1.
