@@ -9,17 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError, unknown
-from ..hooks import (
-    AttentionTap,
-    ForwardTap,
-    GradientTap,
-    OnGradient,
-    QuantizationTap,
-    Quantized,
-    StepTap,
-    Tap,
-    TapOwner,
-)
+from ..hooks import AttentionTap, ForwardTap, GradientTap, QuantizationTap, Quantized, StepTap, Tap, TapOwner
 from ..state import FunctionBeforeForward, InternalFunction
 from .attention_tap import attention_callback, attention_read
 from .callbacks import FORWARD_TENSORS, ForwardCallbacks, input_callbacks, output_callbacks
@@ -79,8 +69,7 @@ class AttachedTap:
             self._registrations = [partial(attention_read, module, on_attention, self.is_active)]
             self._tap_graphs(module, "attention", on_attention)
         else:
-            on_tensor = checked_function(owner, tap, self.is_active, passes)
-            self._registrations = self._on_tensors(tap, model, on_tensor, compiled=compiled)
+            self._registrations = self._on_tensors(tap, model, compiled=compiled)
 
     def _tap_graphs(
         self, module: nn.Module, kind: str, function: Callable[..., Any], *, replaces: bool = False
@@ -114,10 +103,9 @@ class AttachedTap:
             )
         return [partial(module.count_quantizations, self.is_active, tap.counts)]
 
-    def _on_tensors(
-        self, tap: GradientTap, model: nn.Module, on_tensor: OnGradient, *, compiled: bool
-    ) -> list[Registration]:
+    def _on_tensors(self, tap: GradientTap, model: nn.Module, *, compiled: bool) -> list[Registration]:
         owner = self.owner
+        on_tensor = checked_function(owner, tap, self.is_active, self._passes)
         _require_permission(owner, tap)
         if tap.kind == "parameter":
             parameter = _target_of(dict(model.named_parameters(remove_duplicate=False)), owner, tap)
