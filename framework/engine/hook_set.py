@@ -24,7 +24,7 @@ from ..errors import (
     shortened,
     with_lines,
 )
-from ..hooks import STEP_POINTS, HookPoint, InterventionHook, MetricInfo, RunInfo, StatePart, TrainingHook
+from ..hooks import STEP_POINTS, HookPoint, InterventionHook, MetricInfo, RunInfo, StatePart, TapOwner, TrainingHook
 from ..isolation import Call, Isolation, is_shipped
 from ..state import TrainingState, visited
 from ..taps import TapSet, attention_not_read
@@ -192,6 +192,16 @@ class HookSet:
         with self.isolation.visit():
             call = call_of(hook, where, step)
             return self._call_safely(hook, where, step, partial(self.run_in_gate, call, function))
+
+    def tap_owner(self, hook: TrainingHook) -> TapOwner:
+        """Return what the taps of a hook need to know of it."""
+        loop = self.state.loop
+
+        def is_due() -> bool:
+            return self.listeners.is_scheduled(hook, loop.epoch, loop.step)
+
+        commits = hook.commits if isinstance(hook, InterventionHook) else ()
+        return TapOwner(hook.name, is_due, partial(self.call_tap, hook), may_replace=StatePart.GRADIENTS in commits)
 
     def call_tap(self, hook: TrainingHook, target: str, function: Callable[[], Result]) -> Result | None:
         """Call the function of a tap during a pass of the run."""

@@ -15,19 +15,7 @@ from torch.optim import Optimizer
 from ..combined_optimizers import optimizer_classes
 from ..data import Batch, RowNumbers, first_batch, global_batches, with_copied_batches
 from ..errors import RunNotice, UsageError, listed, require, warn
-from ..hooks import (
-    EPOCH_END,
-    Alert,
-    HookPoint,
-    InterventionHook,
-    MetricSink,
-    RunInfo,
-    StatePart,
-    Tap,
-    TapOwner,
-    TrainingHook,
-    treatments,
-)
+from ..hooks import EPOCH_END, Alert, HookPoint, InterventionHook, MetricSink, RunInfo, Tap, TrainingHook, treatments
 from ..isolation import Call, Isolation, StateCopy, borrowed_extras, borrowed_modes, undone_pass
 from ..state import TrainingState, optimizers_of
 from ..taps import TapSet
@@ -381,21 +369,11 @@ class HookManager:
         """
         for hook in self.hooks:
             try:
-                self.taps.attach(self._owner(hook), taps[hook.name] or ())
+                self.taps.attach(self.hooks.tap_owner(hook), taps[hook.name] or ())
             except Exception as error:
                 self.hooks.leave_out([hook.name], "taps", error)
                 return False
         return True
-
-    def _owner(self, hook: TrainingHook) -> TapOwner:
-        loop = self.state.loop
-
-        def is_due() -> bool:
-            return self.hooks.listeners.is_scheduled(hook, loop.epoch, loop.step)
-
-        commits = hook.commits if isinstance(hook, InterventionHook) else ()
-        call = partial(self.hooks.call_tap, hook)
-        return TapOwner(hook.name, is_due, call, may_replace=StatePart.GRADIENTS in commits)
 
     def _first_pass(self, batch: Batch | None) -> torch.Tensor:
         if batch is None:
