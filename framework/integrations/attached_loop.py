@@ -62,14 +62,7 @@ from .attached_folder import FolderChoice
 from .attached_state import StoredState, state_of
 from .epoch_plan import EpochPlan
 from .loop_settings import loop_settings, name_without_seed, seed_of
-from .model_wrappers import (
-    bypass_replica,
-    check_optimizer,
-    find_ranks,
-    install_output_capturing,
-    unchanged_replica,
-    with_copied_batch,
-)
+from .model_wrappers import check_optimizer, find_ranks, install_output_capturing, loss_for_hooks, unchanged_replica
 from .other_modules import given_modules, modules_of_loss
 from .reported_numbers import REPORTED, of_evaluation
 
@@ -245,7 +238,7 @@ class AttachedLoop:
             model,
             optimizer,
             loader,
-            with_copied_batch(bypass_replica(replica, self._loss)),
+            loss_for_hooks(self._loss, replica),
             evaluate=options.evaluate or _without_evaluation,
             length=options.length or length or ENDLESS,
             snapshot_every=options.snapshot_interval,

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from torch import Tensor, distributed, nn
@@ -83,10 +83,12 @@ def unchanged_replica(replica: DistributedDataParallel | None) -> Iterator[None]
             replica.training, replica.require_forward_param_sync = flags
 
 
-def bypass_replica(replica: DistributedDataParallel | None, loss: Loss) -> Loss:
-    """Return the loss function for hooks, which must not call the replica: its reducer would count their passes."""
-    if replica is None:
-        return loss
+def loss_for_hooks(loss: Loss, replica: DistributedDataParallel | None) -> Loss:
+    """Return the loss function for hooks.
+
+    It gets a copy of the batch, which it may change: ``batch.pop("labels")``. It must not call the replica, whose
+    reducer would count the passes of hooks.
+    """
 
     def refuse(*_: object) -> None:
         raise UsageError(
@@ -95,19 +97,10 @@ def bypass_replica(replica: DistributedDataParallel | None, loss: Loss) -> Loss:
         )
 
     def computed(model: nn.Module, batch: Batch) -> Tensor:
-        with replica.register_forward_pre_hook(refuse):
-            return loss(model, batch)
-
-    return computed
-
-
-def with_copied_batch(loss: Loss) -> Loss:
-    """Return a loss function for hooks that gets a copy of the batch, which it may change: ``batch.pop("labels")``."""
-
-    def computed(model: nn.Module, batch: Batch) -> Tensor:
         with suppress(Exception):  # an object in the batch that cannot be copied
             batch = copy_of_batch(batch)
-        return loss(model, batch)
+        with nullcontext() if replica is None else replica.register_forward_pre_hook(refuse):
+            return loss(model, batch)
 
     return computed
 
