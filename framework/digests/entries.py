@@ -8,16 +8,7 @@ import xxhash
 from torch import Tensor
 
 from ..state import TrainingState, described, without_on_demand
-from ..tensors import (
-    byte_tensors,
-    completed,
-    groups_of,
-    inner_tensors,
-    is_cut_off,
-    is_sharded,
-    local_shards,
-    over_shards,
-)
+from ..tensors import byte_tensors, completed, groups_of, inner_tensors, is_cut_off, is_sharded, over_shards
 from .tensor_sums import ALGORITHM, sums
 
 
@@ -87,4 +78,4 @@ def _sums(tensors: list[Tensor]) -> list[list[int]]:
 def _sums_of_shard(tensor: Any) -> Tensor:
     # The private protocol by which torch.distributed.checkpoint gets the offsets of a DTensor's shard.
     (place,) = tensor.__create_chunk_list__()
-    return sums(local_shards([tensor])[0], [*place.offsets], tensor.shape)
+    return sums(tensor.to_local(), [*place.offsets], tensor.shape)
