@@ -270,9 +270,8 @@ class AttachedLoop:
         if found.get("scaler") is None:
             found["scaler"] = scaler_in_use()
         if found.get("scheduler") is None:
-            found["scheduler"] = single_scheduler(
-                [item for one in separate_optimizers(optimizer) for item in schedulers_of(one)]
-            )
+            schedulers = [item for one in separate_optimizers(optimizer) for item in schedulers_of(one)]
+            found["scheduler"] = single_scheduler(schedulers)
         loop: LoopType = self.options.loop if self.options.is_loop_given else "step"
         if found != self._parts or loop != self.options.loop:
             self.options = replace(self.options, loop=loop)
@@ -348,11 +347,8 @@ class AttachedLoop:
             self._start_run(first)
         except BaseException:
             self.is_closed = True
-            for action in (
-                self._release,
-                partial(self.manager.end, "failed"),
-                self._folder_choice.folder.remove_created,
-            ):
+            end = partial(self.manager.end, "failed")
+            for action in (self._release, end, self._folder_choice.folder.remove_created):
                 attempt(action)  # so that the first error is reported
             raise
         self.is_started, _OPEN[self.path.resolve()] = True, self

@@ -189,11 +189,7 @@ class CustomLoop(Transient):
     """
 
     def __init__(
-        self,
-        attached: AttachedLoop,
-        accumulate: int,
-        accelerator: AcceleratorLike | None,
-        called: nn.Module | None = None,
+        self, attached: AttachedLoop, accumulate: int, accelerator: AcceleratorLike | None, called: nn.Module | None
     ) -> None:
         """Observe the optimizers; of a loop that calls ``called``, the model or its wrapper, observe all events."""
         self._attached, self._accumulate, self._accelerator = attached, accumulate, accelerator

@@ -301,17 +301,16 @@ class GivenDataLoader(TorchLoader):
         is_of_torch = str(getattr(collate, "__module__", "")).startswith("torch.")
         self._reader = IsolatedReader(seed, dataloader.dataset, *(() if is_of_torch else (collate,)))
 
-    def _current(self) -> TorchLoader:
-        """Return a loader with copies of the samplers as they are now."""
-        return TorchLoader(with_copied_samplers(self._given), self._seed)
-
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches, and restore the position of the training in between.
 
         A stream without a length starts at its beginning, since it cannot skip batches.
         """
         start = 0 if self._is_endless else start
-        batches = self._reader.read(lambda: self._current().batches(epoch, start))
+        # With copies of the samplers as they are now.
+        batches = self._reader.read(
+            lambda: TorchLoader(with_copied_samplers(self._given), self._seed).batches(epoch, start)
+        )
         end = object()
         while (batch := self._reader.read(partial(next, batches, end))) is not end:
             yield batch

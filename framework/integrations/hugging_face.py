@@ -55,11 +55,6 @@ for _kind in (GradientState, AcceleratorState, PartialState, Trainer):
     Transient.register(_kind)  # optimizers and schedulers of accelerate refer to them, but they are no training state
 
 
-def modules_in(attributes: dict[str, Any]) -> list[nn.Module]:
-    """Return the modules among the attributes of a Trainer."""
-    return [value for value in attributes.values() if isinstance(value, nn.Module)]
-
-
 def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
     """Attach hooks to a Trainer before its training; raise :class:`UsageError` for an unsupported one."""
     missing = [name for name in REQUIRED_METHODS if not callable(getattr(trainer, name, None))]
@@ -88,12 +83,6 @@ def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
     return events.scope
 
 
-def trainer_settings(arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a Trainer that decide its training: without folders, logging, saving and secrets."""
-    given = arguments.to_dict()
-    return {name: value for name, value in given.items() if not NOT_SETTINGS.search(name)}
-
-
 class TrainerEvents(TrainerCallback):
     """Passes a Trainer's events and method calls to a :class:`.CustomLoop`; every training is a separate run."""
 
@@ -112,9 +101,8 @@ class TrainerEvents(TrainerCallback):
     def wrap_train(self) -> None:
         """Wrap the Trainer's method ``train`` until :meth:`detach`."""
         train = self._trainer.train
-        self._wrapper.enter_context(
-            temporary_attribute(self._trainer, "train", wraps(train)(partial(self.training, train)))
-        )
+        training = wraps(train)(partial(self.training, train))
+        self._wrapper.enter_context(temporary_attribute(self._trainer, "train", training))
 
     def detach(self) -> None:
         """Remove a closed run from the Trainer."""
@@ -167,7 +155,8 @@ class TrainerEvents(TrainerCallback):
             optimizer = optimizer.optimizer
         if takes_closure(optimizer):
             raise UsageError(f"{type(optimizer).__name__} needs a closure, which a Trainer does not provide.")
-        attached.settings = trainer_settings(args)
+        # Without folders, logging, saving and secrets.
+        attached.settings = {name: value for name, value in args.to_dict().items() if not NOT_SETTINGS.search(name)}
         wrapped = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=True)
         attached.build(
             trainer.model,
@@ -187,7 +176,7 @@ class TrainerEvents(TrainerCallback):
             content = read_content(checkpoint, task.model, task.ranks) if is_shared else checkpoint.content()
             attached.load_state_dict({name: value for name, value in content.items() if name != FRESH_STREAMS})
         self._steps = steps_in(trainer.callback_handler.train_dataloader, args.gradient_accumulation_steps)
-        self._loop = CustomLoop(attached, args.gradient_accumulation_steps, None)
+        self._loop = CustomLoop(attached, args.gradient_accumulation_steps, accelerator=None, called=None)
         attached.plan.limit = state.max_steps
         if state.global_step:
             epoch, index = divmod(state.global_step, self._steps) if self._steps else (int(state.epoch or 0), 0)
@@ -276,7 +265,8 @@ class TrainerEvents(TrainerCallback):
         trainer = self._trainer
         # Modules are undone with the training state; the rest are settings, data, and callbacks.
         others = (getattr(trainer, name, None) for name in NOT_COUNTERS)
-        with undone_in_attributes(trainer, [*others, *modules_in(vars(trainer))]):
+        modules = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
+        with undone_in_attributes(trainer, [*others, *modules]):
             return self._computed_loss(model, batch)
 
     def _computed_loss(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -85,10 +85,9 @@ class LightningLoop(Transient):
         self._is_on = True
         self._records = ValidationRecords(module)
         plugin, validation = trainer.precision_plugin, trainer.fit_loop.epoch_loop.val_loop
-        self._contexts.enter_context(
-            temporary_attribute(plugin, "_clip_gradients", partial(self._clip, plugin._clip_gradients))
-        )
-        self._contexts.enter_context(temporary_attribute(validation, "run", partial(self._validate, validation.run)))
+        clip, validate = partial(self._clip, plugin._clip_gradients), partial(self._validate, validation.run)
+        self._contexts.enter_context(temporary_attribute(plugin, "_clip_gradients", clip))
+        self._contexts.enter_context(temporary_attribute(validation, "run", validate))
 
     def _start(self, batch: Batch) -> None:
         """Build and start the run before the first step, with its batch."""
