@@ -230,10 +230,8 @@ class HookSet:
     @property
     def rolled_back_hook(self) -> str:
         """The name of a hook that is rolled back within a step, preferably a required one, or an empty text."""
-        listeners = [
-            item for point in STEP_POINTS for item in self.listeners.at[point] if item.intervention is not None
-        ]
-        mutating = [item.hook.name for item in listeners if item.intervention.mutates]  # type: ignore[union-attr]
+        listeners = [item for point in STEP_POINTS for item in self.listeners.at[point]]
+        mutating = [item.hook.name for item in listeners if item.intervention is not None and item.intervention.mutates]
         required = [name for name in mutating if name in self.failures.required]
         return next(iter([*required, *mutating]), "")
 

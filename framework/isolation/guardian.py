@@ -25,9 +25,9 @@ class Objects:
         self.structure = Structure(roots, excluded=excluded)
         self.identities = TensorIdentities(self.structure.tensors)
 
-    def is_current(self) -> bool:
-        """Return whether no object has changed, apart from the bytes of tensors."""
-        return self.structure.is_current() and self.identities.is_current()
+    def is_current(self, *, keeps_graphs: bool = False) -> bool:
+        """Return whether no object has changed, apart from the bytes of tensors; with ``keeps_graphs`` graphs may."""
+        return self.structure.is_current() and self.identities.is_current(keeps_graphs=keeps_graphs)
 
     def changed(self) -> list[Any]:
         """List the objects, containers and tensors that changed, apart from the bytes of tensors."""
@@ -106,11 +106,9 @@ class StateCopy(Transient):
         with torch.no_grad():
             persistent = self._refresh_persistent(state, parts)
         self._kept_parts = [(part, part.keep(state, persistent.identities.owners)) for part in parts]
-        temporary_roots = chain.from_iterable(
-            [part.temporary(kept) for part, kept in self._kept_parts if part.has_temporary]
-        )
+        temporary = [part.temporary(kept) for part, kept in self._kept_parts if part.has_temporary]
         with torch.no_grad():
-            structure = Structure(temporary_roots, excluded=persistent.structure.seen)
+            structure = Structure(chain.from_iterable(temporary), excluded=persistent.structure.seen)
             if persistent.structure.opaque or structure.opaque:
                 raise UsageError(state.out_of_reach())
             # Temporary tensors are new on most steps: setting them again, if they allow it, is cheaper than comparing.

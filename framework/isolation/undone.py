@@ -56,9 +56,7 @@ class ModulesCopy(Transient):
     def is_changed(self) -> bool:
         """Return whether an object or a byte differs from the copy."""
         objects = self._objects
-        is_current = objects is not None and (
-            objects.structure.is_current() and objects.identities.is_current(keeps_graphs=True)
-        )
+        is_current = objects is not None and objects.is_current(keeps_graphs=True)
         return not is_current or not all(map(torch.equal, self._written, self._copies))
 
     def restore(self) -> None:

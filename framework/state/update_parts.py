@@ -17,13 +17,6 @@ from .structure import ReachableObjects, Structure
 from .values import ATOMS, Slots, attributes_of
 
 
-def _with_forms_of_objects(moments: Any, forms: Any) -> Any:
-    """Return an optimizer's state of one parameter, with plain forms for objects."""
-    if not isinstance(moments, Mapping):
-        return moments
-    return {key: forms.form_of(value) if _is_object(value) else value for key, value in moments.items()}
-
-
 def _is_object(value: Any) -> bool:
     return type(value) not in ATOMS and not isinstance(value, Tensor)
 
@@ -155,7 +148,9 @@ class OptimizerPart(Part):
         forms = plain_forms(state)
         for parameter, moments in moments_of(state.optimizer).items():
             name = names.get(id(parameter), "unknown")
-            yield from nested(f"optimizer/{name}", _with_forms_of_objects(moments, forms))
+            if isinstance(moments, Mapping):
+                moments = {key: forms.form_of(item) if _is_object(item) else item for key, item in moments.items()}
+            yield from nested(f"optimizer/{name}", moments)
         for index, group in enumerate(groups_of(state.optimizer)):
             yield f"optimizer/group {index}/params", [names.get(id(item), "unknown") for item in parameters_of(group)]
             for key, option in group.items() if isinstance(group, dict) else ():

@@ -112,9 +112,8 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     whole = len(a) // PART * PART
     if not whole:
         return torch.dot(a, b).double()
-    total: Tensor = torch.linalg.vecdot(a[:whole].reshape(-1, PART), b[:whole].reshape(-1, PART)).sum(
-        dtype=torch.float64
-    )
+    rows = [vector[:whole].reshape(-1, PART) for vector in (a, b)]
+    total: Tensor = torch.linalg.vecdot(*rows).sum(dtype=torch.float64)
     return total + torch.dot(a[whole:], b[whole:]) if whole < len(a) else total
 
 

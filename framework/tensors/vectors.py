@@ -56,9 +56,8 @@ def norms(tensors: Iterable[Tensor]) -> Tensor:
     Tensors are processed one after the other, so that an iterator may create them lazily.
     """
     groups: Groups = {}
-    all_norms = _stacked(
-        [norms_of([part_on_rank(tensor, position, groups)])[0] for position, tensor in enumerate(tensors)]
-    )
+    parts = (part_on_rank(tensor, position, groups) for position, tensor in enumerate(tensors))
+    all_norms = _stacked([norms_of([part])[0] for part in parts])
     # ||t|| = sqrt(sum over shards s of ||s||**2)
     return over_shards(all_norms.square(), groups).sqrt() if groups else all_norms
 

@@ -222,9 +222,8 @@ class LossProbe:
 
         def product(part: Batch) -> Vector:
             self._profiler.count_samples("hessian_product", part)
-            return ExactHessian(partial(loss_with_graph, self._task.compute_loss, self._model, part), parameters).times(
-                direction, keep=False
-            )
+            exact = ExactHessian(partial(loss_with_graph, self._task.compute_loss, self._model, part), parameters)
+            return exact.times(direction, keep=False)
 
         def batch_product(batch: Batch) -> Vector:
             return _weighted_sum((product(part), weight) for part, weight in self._task.micro_batches(batch))

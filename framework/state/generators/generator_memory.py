@@ -60,9 +60,8 @@ def find_in_numpy() -> MemoryBlock | None:
     block = MemoryBlock(earlier_bytes.find(struct.pack("d", gaussian)) - 8, 16)
     twin.standard_normal()
     later_bytes = bytes_at(id(twin), type(twin).__basicsize__)
-    flags = [
-        struct.unpack_from("i", memory, block.offset)[0] for memory in (earlier_bytes, later_bytes) if block.offset > 0
-    ]
+    memories = (earlier_bytes, later_bytes) if block.offset > 0 else ()
+    flags = [struct.unpack_from("i", memory, block.offset)[0] for memory in memories]
     return block if flags == [1, 0] else None
 
 

@@ -187,9 +187,8 @@ def _set_dispatch_modes(modes: tuple[Any, ...]) -> None:
     # torch.compile reads these variables, which otherwise only a mode's __enter__ and __exit__ set.
     _dispatch._is_in_torch_dispatch_mode = bool(modes)
     _dispatch._is_in_non_infra_torch_dispatch_mode = not all(mode.is_infra_mode() for mode in modes)
-    _dispatch._is_in_any_mode_without_ignore_compile_internals = not all(
-        mode.ignore_compile_internals() for mode in modes
-    )
+    ignore_internals = [mode.ignore_compile_internals() for mode in modes]
+    _dispatch._is_in_any_mode_without_ignore_compile_internals = not all(ignore_internals)
 
 
 _FUNCTION_MODES = ModeStack(_C._len_torch_function_stack, _C._get_function_stack_at, _set_function_modes)
@@ -459,9 +458,8 @@ class GlobalFlags:
     def values_of(self, readings: Sequence[Any]) -> tuple[Any, ...]:
         """Return the quick settings, as :meth:`read` does, given the results of ``readers``."""
         rest = iter(readings)
-        return tuple(
-            [flag.value_of([*islice(rest, count)]) for flag, count in zip(self._quick_flags, self._counts, strict=True)]
-        )
+        flags = zip(self._quick_flags, self._counts, strict=True)
+        return tuple([flag.value_of([*islice(rest, count)]) for flag, count in flags])
 
     def read(self) -> tuple[Any, ...]:
         """Return the settings that are quick to read."""
@@ -500,9 +498,8 @@ class GlobalFlags:
 
     def differences(self, saved: tuple[Any, ...]) -> list[str]:
         """Return the names of settings that differ from ``saved`` (a result of ``read`` or ``read_all``)."""
-        return [
-            name for name, get, previous in zip(self.names, self._getters, saved, strict=False) if get() != previous
-        ]
+        triples = zip(self.names, self._getters, saved, strict=False)
+        return [name for name, get, previous in triples if get() != previous]
 
 
 class NotDeterministicError(LoopscopeError):
