@@ -395,8 +395,8 @@ class TrainingState(StateObjects):
         for name, module in self.modules.named_modules():
             names |= {id(module): f"modules/{name}", id(vars(module)): f"modules/{name}"}
             names |= _container_names(f"modules/{name}.", vars(module))
-        for name, space in spaces_of_tensors(self):
-            names |= _container_names(f"{name}.", space) | {id(space): name}
+        for name, attributes in spaces_of_tensors(self):
+            names |= _container_names(f"{name}.", attributes) | {id(attributes): name}
         for optimizer in optimizers_of(self):
             for parameter, moments in (states := moments_of(optimizer)).items():
                 names[id(moments)] = f"optimizer/{names.get(id(parameter), 'unknown').removeprefix('parameters/')}"
