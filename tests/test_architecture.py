@@ -51,7 +51,7 @@ ORDER = (
     *("isolation", "data", "training", "hooks", "hooks.selection", "taps", "lowbit.casts", "lowbit"),
     *("engine", "loops", "checkpoints"),
     *("laboratory", "doctor", "doctor.senses", "doctor.detectors"),
-    *("runs", "report", "console", "laboratory.questions", "observing", "laws", "laws.shipped"),
+    *("runs", "sweeps", "report", "console", "laboratory.questions", "observing", "laws", "laws.shipped"),
     *("testing", "integrations", "cli"),
 )
 """The rooms and top-level files of ``framework/``, lowest first: each imports only lower ones."""

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -26,13 +26,25 @@ class StoppedError(LoopscopeError):
 
 
 class _TerminatedError(KeyboardInterrupt):
-    """SIGTERM was received while no step was in progress."""
+    """A signal was received while no step was in progress."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
 
 class Signals:
-    """Records signals until the run handles them between two steps; outside of training they end it at once."""
+    """Records signals until the run handles them between two steps; outside of training they end it at once.
 
-    def __init__(self) -> None:
+    Args:
+        stopping: the signals that end the run, by default SIGINT and SIGTERM.
+        saving: the signals that request a checkpoint, by default SIGUSR1.
+    """
+
+    def __init__(
+        self, stopping: Sequence[signal.Signals] = STOPPING, saving: Sequence[signal.Signals] = (signal.SIGUSR1,)
+    ) -> None:
+        self._stopping, self._saving = stopping, saving
         self.stop: int | None = None
         self.checkpoint_requested = False
         """Whether a checkpoint was requested since this was last set to ``False``."""
@@ -45,11 +57,14 @@ class Signals:
         Raises:
             StoppedError: after SIGTERM, in place of the ``KeyboardInterrupt`` that ended the body.
         """
+        interrupting = [number for number in self._stopping if number != signal.SIGINT]  # Python itself handles that
         try:
-            with _handling({signal.SIGTERM: self._interrupted, signal.SIGUSR1: self._received}):
+            with _handling(
+                dict.fromkeys(interrupting, self._interrupted) | dict.fromkeys(self._saving, self._received)
+            ):
                 yield
-        except _TerminatedError:
-            raise StoppedError(signal.SIGTERM) from None
+        except _TerminatedError as error:
+            raise StoppedError(error.number) from None
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -57,18 +72,18 @@ class Signals:
 
         Only Python's main thread receives signals, so in other threads this does nothing. Ignored signals stay ignored.
         """
-        with _handling(dict.fromkeys((*STOPPING, signal.SIGUSR1), self._received)) as self._previous_handlers:
+        with _handling(dict.fromkeys((*self._stopping, *self._saving), self._received)) as self._previous_handlers:
             yield
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        raise _TerminatedError
+        raise _TerminatedError(number)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGUSR1:
+        if number in self._saving:
             self.checkpoint_requested = True
         elif self.stop is None:
             self.stop = number
-        else:  # a second signal acts at once
+        elif number in STOPPING:  # a second signal of a user acts at once
             _restore_handlers(self._previous_handlers)
             signal.raise_signal(number)
 

@@ -82,7 +82,7 @@ def _dispatch(command: str, *words: str) -> None:
         from .jobs import train_one_of_several
 
         with show_warnings(_print_warning, alerts=False), user_errors(full_traceback="--traceback" in sys.argv):
-            train_one_of_several()
+            train_one_of_several(words)
         return
     if command.startswith("-"):
         raise UsageError(f"Unknown option {command!r}; put the options of a run after loopscope run EXPERIMENT.")

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from ..checkpoints import Signals, StoppedError
-from ..console import MARK, Mode, ProgressMessages, RunConsole, RunsLine, printable
+from ..console import MARK, Mode, ProgressMessages, RunConsole, RunsLine, printable, watch
 from ..errors import LoopscopeError, RunNotice, UsageError, counted, short_path, warn
 from ..interruption import ignore_signal
 from ..runs import RunFolder, Session, StrategyPlan, check_device
+from ..sweeps import job_signals
 from .lost_rows import require_all_rows
 from .options import Options, config_of, plain, run_options, seeds_of, typed_options, wanted_sinks
 from .parser import ONE_OF_SEVERAL
@@ -163,15 +164,14 @@ def train_in_parallel(
         LoopscopeError: after all runs have ended, with the failed runs and their folders.
         UsageError: if all runs were refused before anything was written.
     """
-    common = {"argv": sys.argv[1:], "options": plain(options), "experiment": plans[0].record.experiment}
     summaries = {plan.folder.name: plan.summary for plan in plans}
     unfinished = [plan for plan in plans if plan.summary is None]
-    waiting = [RunProcess(plan.folder, {**common, "of": [plan.folder.strategy, plan.seed]}) for plan in unfinished]
+    waiting = [RunProcess(plan.folder, task_of(plan, options)) for plan in unfinished]
     at_once = max(1, min(options["jobs"], len(waiting)))
     threads = str(max(1, torch.get_num_threads() // at_once))
     signals, failed = Signals(), list[RunProcess]()
     display = RunConsole("normal" if mode == "live" else mode, compared_to=compared_to)
-    line = RunsLine(display.console, len(waiting), clock=time.monotonic if mode != "none" else lambda: -math.inf)
+    line = status_line(display, len(waiting), mode)
     with display, signals.deferred(), closing(line):
         if mode == "live":
             notice = "--live shows one run only; with --jobs, one line shows all runs."
@@ -197,20 +197,38 @@ def train_in_parallel(
         raise LoopscopeError(f"{len(failed)} of {counted(len(plans), 'run')} failed. {problems}")
 
 
-def train_one_of_several() -> None:
-    """Train the run that the parent process sends on standard input, and report progress to it."""
-    task = json.loads(sys.stdin.readline())
+def status_line(display: RunConsole, total: int, mode: Mode) -> RunsLine:
+    """Return the line that shows how many of several runs have ended; without a display it is never due."""
+    return RunsLine(display.console, total, clock=time.monotonic if mode != "none" else lambda: -math.inf)
+
+
+def task_of(plan: StrategyPlan, options: Options) -> dict[str, Any]:
+    """Return what :func:`train_one_of_several` needs to train a planned run, as plain values."""
+    common = {"argv": sys.argv[1:], "options": plain(options), "experiment": plan.record.experiment}
+    return {**common, "of": [plan.folder.strategy, plan.seed]}
+
+
+def train_one_of_several(words: Sequence[str]) -> None:
+    """Train a run: that of the word, in a job, or that which the parent process sends on standard input.
+
+    The parent receives the progress of the run, and ends it by closing the pipe.
+    """
+    task = json.loads(words[0] if words else sys.stdin.readline())
     sys.argv[1:] = task["argv"]
-    signal.signal(signal.SIGUSR1, ignore_signal)  # outside a step, a checkpoint request must not end the process
-    threading.Thread(target=_stop_with_parent, daemon=True).start()
+    if not words:
+        signal.signal(signal.SIGUSR1, ignore_signal)  # outside a step, a checkpoint request must not end the process
+        threading.Thread(target=_stop_with_parent, daemon=True).start()
     experiment, options = typed_options(task["experiment"], task["options"])
     strategy, seed = task["of"]
     config = replace(config_of(experiment, options), seed=seed)
     selected = replace(
         run_options(options, experiment), strategies=[strategy], seeds=[seed] if seeds_of(options) else []
     )
-    runner = experiment(config, check_device(options["device"]))
-    require_all_rows(Session(runner, selected, wanted_sinks(options), ProgressMessages()).run())
+    session = Session(experiment(config, check_device(options["device"])), selected, wanted_sinks(options))
+    if words:
+        require_all_rows(watch(replace(session, signals=job_signals()), "normal"))
+    else:
+        require_all_rows(replace(session, display=ProgressMessages()).run())
 
 
 def _stop_with_parent() -> None:

@@ -5,6 +5,8 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from ..doctor import StepTimes, finding_lines, memory_text
 from ..errors import UsageError, counted
 from ..report import EVALUATED_BY, FoundRun, find_runs, inspect_run
 from ..runs import ATTACHED_RUNS, SETTINGS, ExperimentConfig, RunRecord, require, run_folders
+from .job_listing import ListedJobs, watch_lines
 from .output import Output, add_output_options
 from .parser import NAMES, CommandParser, line_width
 from .run_content import diagnosis_of, recorded_options, run_content, shown_content
@@ -49,6 +52,7 @@ def ls_parser() -> CommandParser:
     parser = CommandParser("ls [FOLDER]", "List the runs in FOLDER and its subfolders, one per line.")
     folders = " and ".join(DEFAULT_FOLDERS)
     parser.add_argument("FOLDER", nargs="*", default=[], help=f"the folder to search (default: {folders})")
+    parser.add("watch", bool, "repeat the list until no run is in progress and no job waits", default=False)
     add_output_options(parser, json_text="write one JSON object, the newest run first")
     return parser
 
@@ -58,33 +62,55 @@ def ls(words: Sequence[str]) -> None:
     given = ls_parser().complete(words)
     folders = given["FOLDER"]
     require(len(folders) <= 1, f"loopscope ls takes one folder, but got {len(folders)}: {', '.join(folders)}.")
-    runs, width = runs_in(Path(folders[0])) if folders else runs_by_default(), line_width()
+    require(not (given["watch"] and given["json"]), "--watch shows text; remove --json, or call ls without --watch.")
+    width = line_width()
+
+    def look() -> tuple[list[FoundRun], ListedJobs]:
+        jobs = ListedJobs.of(map(Path, folders or DEFAULT_FOLDERS))
+        if folders:
+            runs = runs_in(Path(folders[0]), or_none=bool(jobs.jobs))
+        else:
+            runs = runs_by_default(or_none=bool(jobs.jobs))
+        waiting = jobs.not_begun(runs)
+        return sorted([*runs, *waiting], key=attrgetter("path.parts")) if waiting else runs, jobs
+
+    def lines_of(runs: Sequence[FoundRun], jobs: ListedJobs) -> list[str]:
+        return list(in_columns([_row(run, width, jobs.text(run)) for run in runs], width, flexible=("run", "final")))
+
+    if given["watch"]:
+        watch_lines(look, lines_of)
+        return
+    runs, jobs = look()
     newest_first = sorted(runs, key=lambda run: -run.began)
-    content = {"count": len(runs), "runs": [run_content(run) for run in newest_first]} if given["json"] else {}
-
-    def lines() -> list[str]:
-        return list(in_columns([_row(run, width) for run in runs], width, flexible=("run", "final")))
-
-    Output.of("ls", words, given).write(content, {"runs": "first"}, lines)
+    shown = [{**run_content(run), **jobs.content(run)} for run in newest_first] if given["json"] else []
+    Output.of("ls", words, given).write(
+        {"count": len(runs), "runs": shown}, {"runs": "first"}, partial(lines_of, runs, jobs)
+    )
 
 
-def runs_in(folder: Path, read: Collection[str] = SETTINGS) -> list[FoundRun]:
-    """Return the runs in a folder and its subfolders; raises :class:`UsageError` if there are no runs."""
+def runs_in(folder: Path, read: Collection[str] = SETTINGS, *, or_none: bool = False) -> list[FoundRun]:
+    """Return the runs in a folder and its subfolders; raises :class:`UsageError` for none, unless ``or_none``."""
     runs = find_runs(folder, read) if folder.is_dir() else []
     problem = "has no runs" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
-    require(bool(runs), f"{folder} {problem}; loopscope ls FOLDER lists the runs in FOLDER.")
+    require(or_none or bool(runs), f"{folder} {problem}; loopscope ls FOLDER lists the runs in FOLDER.")
     return runs
 
 
-def runs_by_default() -> list[FoundRun]:
-    """Return the runs in the default folders of experiments and attached runs; raises :class:`UsageError` for none."""
+def runs_by_default(*, or_none: bool = False) -> list[FoundRun]:
+    """Return the runs in the default folders of experiments and attached runs.
+
+    Raises:
+        UsageError: if there are none, unless ``or_none``.
+    """
     runs = [run for name in DEFAULT_FOLDERS if Path(name).is_dir() for run in find_runs(Path(name))]
     folders = " and ".join(DEFAULT_FOLDERS)
-    require(bool(runs), f"There are no runs in {folders}; loopscope ls FOLDER lists the runs in another folder.")
+    require(
+        or_none or bool(runs), f"There are no runs in {folders}; loopscope ls FOLDER lists the runs in another folder."
+    )
     return runs
 
 
-def _row(run: FoundRun, width: int) -> dict[str, str]:
+def _row(run: FoundRun, width: int, job: str = "") -> dict[str, str]:
     """Return the texts of a run, by column."""
     length, began = run.length, time.localtime(run.began)
     date = "%Y-%m-%d %H:%M" if width >= WIDE else "%H:%M" if began[:3] == time.localtime()[:3] else "%m-%d"
@@ -94,9 +120,10 @@ def _row(run: FoundRun, width: int) -> dict[str, str]:
     row = {
         "run": str(run.path),
         "state": shortened(run.state, len("interrupted")),
+        "job": job,
         "ep/steps": (f"{length[0]:,}/{length[1]:,}" if length[0] else f"{length[1]:,}") if length else "",
         "time": duration_text(seconds) if run.summary or run.state == "running" else "",
-        "began": time.strftime(date, began),
+        "began": time.strftime(date, began) if run.began else "",
         "treatments": ", ".join(run.record.treatments) if run.record else "",
         "final": run.problem.replace(f"{run.path}/", "")
         or _listed({name.rpartition("/")[2]: value for name, value in val_first}),

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import UsageError, listed, require, shortened, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, MetricSink, hook_options
 from ..runs import ExperimentConfig, RunFlags, RunOptions, RunRecord, field_names, run_folders
+from ..sweeps import with_all_seeds
 from .parser import NAMES, NEGATIVE_NUMBER, CommandParser, dashed, typed
 from .run_parser import Experiment, flag_name, flag_sinks, run_parser
 from .values import read_yaml
@@ -26,7 +27,7 @@ def parse_run(experiment: Experiment, words: Sequence[str]) -> Options:
     Raises:
         UsageError: with one sentence for invalid words.
     """
-    words = without_dots(words)
+    words = with_all_seeds(without_dots(words), of_experiment="seeds" in field_names(experiment.config_class))
     files, preset = _files_and_preset(words)
     contents = {file: read_config(Path(file)) for file in files}
     for content in contents.values() if preset is None else ():

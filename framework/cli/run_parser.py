@@ -2,8 +2,8 @@
 
 import shutil
 import textwrap
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from ..console import first_line
 from ..errors import unknown
@@ -15,6 +15,7 @@ Experiment = type[ExperimentRunner[Any]]
 METAVARS = {
     **{"with_hooks": "GROUP", "budget": "SHARE", "device": "DEVICE", "guardian_device": "DEVICE"},
     "output_dir": "DIR",
+    "on_options": "NAME=VALUE",
 }
 COMMON, RARE = "Experiment and hooks", "Rare options"  # headings in the help
 
@@ -29,7 +30,9 @@ class CommandFlags(RunFlags):
         live: show progress, results and the newest metrics on the full screen.
         silent: show one progress bar, and the warnings at the end.
         no_console_output: print nothing.
-        jobs: the number of runs to train in parallel, each in a separate process; by default 1.
+        jobs: the number of runs to train in parallel, each in a separate process; by default 1, with --on slurm all.
+        on: train each run as a job of SLURM, or as a job on this machine that outlives the command (local).
+        on_options: options of the jobs, such as partition=gpu gpus=1 cpus=4 mem=16G time=2:00:00, or a YAML file.
         traceback: show the full traceback of an error before its one-line message.
     """
 
@@ -39,6 +42,8 @@ class CommandFlags(RunFlags):
     silent: bool = False
     no_console_output: bool = False
     jobs: int | None = None
+    on: Literal["slurm", "local"] | None = None
+    on_options: list[str] = field(default_factory=list)
     traceback: bool = False
 
 
@@ -78,7 +83,7 @@ def _help_groups(experiment: Experiment) -> dict[str, list[str]]:
         COMMON: ["preset", "strategy", "seed", "hooks", "with_hooks", "hook_config", "budget", "reference"],
         "Output and display": ["output_dir", "overwrite", *sinks, "verbose", "live", "silent", "no_console_output"],
         "Checkpoints": [*checkpoints, "keep_checkpoints", "digest_every", "resume", "exact"],
-        "Devices and processes": ["device", "jobs", "parallel"],
+        "Devices and processes": ["device", "jobs", "on", "on_options", "parallel"],
     }
     grouped = {name for names in groups.values() for name in names}
     for heading, options in ((heading_of(experiment.config_class), experiment.config_class), (RARE, CommandFlags)):

@@ -10,6 +10,7 @@ from ..console import Mode, watch
 from ..errors import unknown
 from ..hooks import ExperimentRegistry, SinkRegistry
 from ..runs import ReplaySink, Session, check_device, require, run_folders, warn_of_changes
+from ..sweeps import require_submitit
 from ..training import Parallel, is_main_process, is_restarted, torchrun_world_size
 from .jobs import train_in_parallel
 from .lost_rows import require_all_rows
@@ -80,14 +81,25 @@ def _start(experiment: Experiment, options: Options) -> None:
     """Train an experiment."""
     if is_restarted():
         options = options | {"resume": True, "overwrite": False}
+    is_job = options["on"] is not None
+    conflict = "--on-options are options of the jobs of --on slurm or --on local; add one of them."
+    require(is_job or not options["on_options"], conflict)
+    if is_job:
+        require_submitit()
+        options = options | {"resume": not options["overwrite"]}
     with user_errors(full_traceback=options["traceback"]):
         runner = experiment(config_of(experiment, options), check_device(options["device"]))
         session, mode = Session(runner, run_options(options, experiment), wanted_sinks(options)), _mode(options)
-        several = (options["jobs"] or 1) > 1
-        conflict = "--jobs trains several runs, --parallel trains one run in several processes; remove one of them."
+        several = is_job or (options["jobs"] or 1) > 1
+        flag = "--on" if is_job else "--jobs"
+        conflict = f"{flag} trains several runs, --parallel trains one run in several processes; remove one of them."
         require(not several or session.options.parallel is None, conflict)
         plan = session.planned() if several else []
-        if len(plan) > 1:
+        if is_job:
+            from .submitted_runs import train_as_jobs
+
+            train_as_jobs(plan, options, mode, runner.compared_to)
+        elif len(plan) > 1:
             train_in_parallel(plan, options, mode, runner.compared_to)
         else:
             require_all_rows(watch(session, mode) if is_main_process() else session.run())

@@ -31,7 +31,7 @@ class ExperimentConfig:
     """Options of every experiment.
 
     Args:
-        seed: seeds the initial weights, the data order and every random stream.
+        seed: seeds the initial weights, the data order and every random stream; several as --seeds 0-19.
         output_dir: folder under which EXPERIMENT/STRATEGY/ is written.
         batch_size: samples per optimizer step.
         accumulation_steps: micro-batches into which each batch is split.

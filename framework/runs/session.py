@@ -59,7 +59,7 @@ class Session:
     options: RunOptions
     make_sinks: Callable[[], Sequence[str | MetricSink]] = list
     display: Display = field(default_factory=Display)
-    _signals: Signals = field(default_factory=Signals)
+    signals: Signals = field(default_factory=Signals)
     _output_folder: Path | None = None
     """The output folder that replaces that of the config."""
 
@@ -69,7 +69,7 @@ class Session:
         Raises:
             UsageError: for every mistake that can be detected before the first step; nothing is written then.
         """
-        with self._signals.interruptible(), self._environment() as contexts:
+        with self.signals.interruptible(), self._environment() as contexts:
             session, ranks = self, Ranks.all_processes(self.options.parallel)
             if not ranks.is_main:  # other ranks write to a temporary folder, and only the main one has a display
                 folder = Path(contexts.enter_context(TemporaryDirectory()))
@@ -318,7 +318,7 @@ class Session:
         info = manager.run_info(runner.name, plan.folder.strategy, plan.folder.path)
         run = Run(manager, plan.folder, record, info, self.display, compared_metrics=runner.compared_metrics)
         reference = None if plan.reference is None else plan.reference.path
-        return StrategyTraining(run, runner, checkpoints, self._signals, plan.resumed, reference)
+        return StrategyTraining(run, runner, checkpoints, self.signals, plan.resumed, reference)
 
 
 def uses_reference(hook: TrainingHook | type[TrainingHook]) -> bool:

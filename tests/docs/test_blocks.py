@@ -26,6 +26,7 @@ SLOW_PAGES = (
     "rewind.md",
     "sinks.md",
     "studies.md",
+    "sweeps.md",
     "tutorial.md",
 )
 """Pages that together take more than three minutes; smaller versions of their commands run in other tests."""

@@ -28,6 +28,7 @@ LIMITS_OF_ROOMS = {
     "comparisons of commands": 600,
     "budget": 400,
     "compiled models": 600,
+    "sweeps": 900,
 }
 """Lines of code, decided as docs/decisions/0047-rooms-have-their-own-limits.md says."""
 

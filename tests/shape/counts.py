@@ -38,6 +38,7 @@ ROOMS = {
     ),
     "comparisons of commands": ("cli/equal", "sequential_test.py", "student_t.py"),
     "budget": ("engine/budget.py", "runs/budgets.py"),
+    "sweeps": ("sweeps/", "cli/submitted_runs.py", "cli/job_listing.py"),
     "compiled models": ("taps/compiled_", "taps/scripted_modules.py", "state/compiled_code.py"),
 }
 """The rooms of ``framework`` that subjects were added as, by the beginnings of their files' paths."""
