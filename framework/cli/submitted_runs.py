@@ -2,28 +2,32 @@
 
 import json
 import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..checkpoints import is_locked
-from ..console import Mode, RunConsole, RunsLine
+from ..console import Mode, RunConsole
 from ..durable_files import read_lines
-from ..errors import LoopscopeError, RunNotice, UsageError, counted, listed, short_path, warn
+from ..errors import LoopscopeError, RunNotice, counted, short_path, warn
 from ..runs import RunFolder, StrategyPlan
-from ..sweeps import JobOptions, JobRecord, ProgramJob, read_job, states_of, submit, this_program, visible_devices
+from ..sweeps import (
+    JobOptions,
+    JobRecord,
+    LocalJobs,
+    ProgramJob,
+    jobs_in_progress,
+    submission_lines,
+    submit,
+    this_program,
+)
 from .jobs import COMMAND_PREFIX, THREADS, status_line, task_of
 from .options import Options, read_config
 from .parser import ONE_OF_SEVERAL, write_line
 
 LOGS = "submitit-jobs"
 """The folder of the jobs' output, within that of the experiment; no strategy has this name."""
-POLL_INTERVAL = 0.5  # seconds between two looks at local jobs
 YAML = (".yaml", ".yml")
 
 
@@ -43,19 +47,18 @@ def train_as_jobs(plans: Sequence[StrategyPlan], options: Options, mode: Mode, c
     """
     wanted = job_options(options)
     planned = {plan.folder.path: plan for plan in plans if plan.summary is None}
-    running = _jobs_in_progress([*planned], overwrite=options["overwrite"])
+    running = jobs_in_progress([*planned], overwrite=options["overwrite"])
     logs = _experiment_folder(plans[0].folder) / LOGS
     executor = wanted.executor(logs, plans[0].record.experiment, options["jobs"])
-    environment = visible_devices() if wanted.is_local and "gpus_per_node" not in wanted.resources else {}
     jobs = [
-        ProgramJob(this_program(), *_words(plan, options), folder, environment)
+        ProgramJob(this_program(), *_words(plan, options), folder, wanted.variables())
         for folder, plan in planned.items()
         if folder not in running
     ]
-    done = len(plans) - len(planned)
     if not wanted.is_local:
         records = submit(executor, jobs) if jobs else []
-        _announce(records, running, done, logs, plans[0])
+        for text in submission_lines(records, running, len(plans) - len(planned), logs.parent):
+            write_line(text)
         return
     at_once = max(1, min(options["jobs"] or 1, len(jobs)))
     if jobs and THREADS not in os.environ:
@@ -64,44 +67,24 @@ def train_as_jobs(plans: Sequence[StrategyPlan], options: Options, mode: Mode, c
             f"{counted(at_once, 'job')} at a time share the processor: {THREADS} is {os.environ[THREADS]} for each."
         )
         warn(sentence, RunNotice, stacklevel=1)
-    local = LocalJobs(executor, jobs, {folder: planned[folder].folder for folder in planned}, running, at_once)
-    _wait(local, plans, mode, compared_to)
-
-
-@dataclass
-class LocalJobs:
-    """Jobs on this machine, of which this command starts a few at a time."""
-
-    executor: Any
-    waiting: list[ProgramJob]
-    folders: Mapping[Path, RunFolder]
-    running: dict[Path, JobRecord]
-    at_once: int
-
-    def ended(self, line: RunsLine) -> Iterator[tuple[RunFolder, JobRecord]]:
-        """Start the jobs, show them in a line, and yield each when it has ended."""
-        while self.waiting or self.running:
-            while self.waiting and len(self.running) < self.at_once:
-                job = self.waiting.pop(0)
-                (self.running[job.folder],) = submit(self.executor, [job])
-            states = states_of(self.running.values())
-            line.running = {self.folders[folder].name: f"job {record.id}" for folder, record in self.running.items()}
-            line.show()
-            for folder, record in [*self.running.items()]:
-                if states[record.id] == "ended" and not is_locked(folder):
-                    del self.running[folder]
-                    yield self.folders[folder], record
-            time.sleep(POLL_INTERVAL if self.running else 0.0)
+    _wait(LocalJobs(executor, [*jobs], running, at_once), plans, mode, compared_to)
 
 
 def _wait(local: LocalJobs, plans: Sequence[StrategyPlan], mode: Mode, compared_to: Mapping[str, str]) -> None:
     """Show the runs as they end; raise :class:`LoopscopeError` with those that are not complete."""
     display = RunConsole("normal" if mode == "live" else mode, compared_to=compared_to)
-    line = status_line(display, len(local.folders), mode)
     summaries = {plan.folder.name: plan.summary for plan in plans}
+    line = status_line(display, [*summaries.values()].count(None), mode)
+    folders = {plan.folder.path: plan.folder for plan in plans}
     problems = []
+
+    def show(running: Mapping[Path, JobRecord]) -> None:
+        line.running = {folders[path].name: f"job {record.id}" for path, record in running.items()}
+        line.show()
+
     with display, closing(line):
-        for folder, job in local.ended(line):
+        for path, job in local.ended(show):
+            folder = folders[path]
             summary = summaries[folder.name] = folder.completed()
             if summary is None:
                 problems.append(f"{folder.name}, in {short_path(folder.path)}: {_reason(job)}.")
@@ -137,38 +120,3 @@ def _words(plan: StrategyPlan, options: Options) -> tuple[list[str], list[str]]:
     again = {**alone, "resume": True, "overwrite": False}
     first, second = ([ONE_OF_SEVERAL, json.dumps(task_of(plan, given))] for given in (alone, again))
     return first, second
-
-
-def _jobs_in_progress(folders: Sequence[Path], *, overwrite: bool) -> dict[Path, JobRecord]:
-    """Return the jobs that wait or run, by the folder of their run.
-
-    Raises:
-        UsageError: if the state of a job is not known, or the run of such a job would be overwritten.
-    """
-    jobs = {folder: job for folder in folders if (job := read_job(folder)) is not None}
-    states = states_of(jobs.values())
-    if lost := [f"{job.id} of {short_path(folder)}" for folder, job in jobs.items() if states[job.id] == "unknown"]:
-        raise UsageError(
-            f"It is not known whether these jobs have ended: {listed(lost, 3)}; their scheduler does not answer here. "
-            f"Start the command where they were submitted ({next(iter(jobs.values())).host})."
-        )
-    running = {folder: job for folder, job in jobs.items() if states[job.id] != "ended" or is_locked(folder)}
-    if running and overwrite:
-        names = listed([f"{job.id} in {short_path(folder)}" for folder, job in running.items()], 3)
-        raise UsageError(f"--overwrite would replace runs whose jobs have not ended: {names}. Cancel these jobs first.")
-    return running
-
-
-def _announce(
-    records: Sequence[JobRecord], running: Mapping[Path, JobRecord], done: int, logs: Path, plan: StrategyPlan
-) -> None:
-    """Report what was submitted, and how to follow it."""
-    if records:
-        ids = records[0].id if len(records) == 1 else f"{records[0].id} to {records[-1].id}"
-        write_line(f"Submitted {counted(len(records), 'job')} to slurm: {ids}; output in {short_path(logs)}.")
-    if running:
-        write_line(f"{counted(len(running), 'run')} already in a job: {listed([job.id for job in running.values()])}.")
-    if done:
-        write_line(f"{counted(done, 'run')} already completed.")
-    folder = short_path(logs.parent)
-    write_line(f"The same command resumes what has not completed. To watch: loopscope ls {folder} --watch")

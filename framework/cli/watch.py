@@ -91,6 +91,17 @@ def watch_parser() -> argparse.ArgumentParser:
     add("--stop-after", metavar="N", type=positive_count, help="end the command after N steps, with status 0")
     add("--stop-on", choices=("critical", "nonfinite"), help="end the command at such a finding, with status 3")
     add("--seed", metavar="K", type=int, help="add K to every seed that the script sets")
+    grid = "run the command once at each point, with --NAME VALUE appended: lr=1e-3,3e-4 seed=0-4"
+    add("--grid", metavar="NAME=VALUES", nargs="+", help=grid)
+    add("--jobs", metavar="N", type=positive_count, help="with --grid: points at a time (1; with --on slurm all)")
+    add("--on", choices=("slurm", "local"), help="with --grid: run each point as a job")
+    add(
+        "--on-options",
+        metavar="NAME=VALUE",
+        nargs="+",
+        default=[],
+        help="options of the jobs, such as gpus=1 time=2:00:00",
+    )
     add("--help", "-h", action="help", help="show this text and exit")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -102,6 +113,13 @@ def watch(words: Sequence[str]) -> int:
     command = without_dashes(given.pop("command"))
     if problem := problem_of(command, "watch"):
         return refused_command(*problem)
+    sweep = {name: given.pop(name) for name in ("grid", "jobs", "on", "on_options")}
+    if sweep["grid"]:
+        from .watch_grid import watch_grid
+
+        return watch_grid(command, given, sweep | {name: given.pop(name) for name in ("out", "overwrite")})
+    if idle := [f"--{name.replace('_', '-')}" for name, value in sweep.items() if value]:
+        return refused_command(f"{idle[0]} is an option of --grid; add --grid NAME=VALUE,VALUE.")
     seed = given.pop("seed")
     options = {name: value for name, value in given.items() if value is not None and value is not False}
     if not {"hooks", "with_hooks"} & options.keys():

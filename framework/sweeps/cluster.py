@@ -18,6 +18,7 @@ from typing import Any
 from ..durable_files import translated_disk_errors
 from ..errors import LoopscopeError, UsageError, notice, require, unknown
 from ..optional_packages import extra_command
+from .command_job import CommandJob
 from .job import ProgramJob
 from .job_records import JOB, JobRecord
 
@@ -25,6 +26,7 @@ CLUSTERS = ("slurm", "local")
 SLURM_MINUTES, LOCAL_MINUTES = 60, 30 * 24 * 60
 """Time limits of a job by default; at its limit a job is requeued."""
 MOST_REQUEUES = 10_000
+DEVICES = "CUDA_VISIBLE_DEVICES"
 OF_SLURM = ("partition", "account", "qos", "constraint", "mem", "cpus")
 """Options without a meaning on this machine."""
 DAY, UNITS = 24 * 60, (60, 1, 1 / 60)
@@ -73,6 +75,11 @@ class JobOptions:
         """Whether the jobs are processes of this machine."""
         return self.cluster == "local"
 
+    def variables(self) -> dict[str, str | None]:
+        """Return variables of the jobs: submitit hides all GPUs from local jobs, unless they ask for some."""
+        inherits = self.is_local and "gpus_per_node" not in self.resources
+        return {DEVICES: os.environ.get(DEVICES)} if inherits else {}
+
     def executor(self, folder: Path, name: str, at_once: int | None) -> Any:
         """Return the executor of submitit, with logs in a folder.
 
@@ -97,7 +104,7 @@ class JobOptions:
         return executor
 
 
-def submit(executor: Any, jobs: Sequence[ProgramJob]) -> list[JobRecord]:
+def submit(executor: Any, jobs: Sequence[ProgramJob | CommandJob]) -> list[JobRecord]:
     """Submit jobs, as one array if the scheduler has arrays, and return their records, which are in the folders too.
 
     Raises:
@@ -141,11 +148,6 @@ def this_program() -> list[str]:
     return (
         [*words[:-1], os.path.abspath(words[-1])] if words and words[-2:-1] != ["-m"] else words or ["-m", "loopscope"]
     )
-
-
-def visible_devices() -> dict[str, str | None]:
-    """Return the variable that selects GPUs, which local jobs inherit unless their options ask for GPUs."""
-    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
 
 def _assignment(word: str) -> tuple[str, str]:

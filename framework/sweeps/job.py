@@ -57,7 +57,7 @@ class ProgramJob:
         here = submitit.JobEnvironment()
         requeue_signal = here._usr_sig()  # the environment variable SUBMITIT_PREEMPT_SIGNAL decides it
         requeue = signal.getsignal(requeue_signal)
-        is_again = self._note_start(here)
+        is_again = noted_start(self.folder, here)
         if not (is_again and self._is_complete()):
             self._prepare(is_local=here.cluster == "local")
             status = self._run(self.words_again if is_again else self.words)
@@ -72,16 +72,6 @@ class ProgramJob:
         import submitit
 
         return submitit.helpers.DelayedSubmission(self)
-
-    def _note_start(self, here: Any) -> bool:
-        """Note in the record of the job that it has started, and return whether it had started before."""
-        earlier = read_job(self.folder)
-        is_again = earlier is not None and earlier.id == here.job_id and earlier.started
-        if earlier is None or earlier.id != here.job_id:  # the command that submits has not written it yet
-            earlier = JobRecord.of_submission(here.job_id, here.cluster, Path(here.paths.folder))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        replace(earlier, started=True).write(self.folder)
-        return is_again
 
     def _is_complete(self) -> bool:
         return path_exists(self.folder / SUMMARY) and read_status(self.folder) in TRAINED
@@ -111,6 +101,20 @@ class ProgramJob:
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
         return 0
+
+
+def noted_start(folder: Path, here: Any) -> bool:
+    """Note in the record of a job that it has started, and return whether it had started before.
+
+    ``here`` is the environment of the job, as submitit describes it.
+    """
+    earlier = read_job(folder)
+    is_again = earlier is not None and earlier.id == here.job_id and earlier.started
+    if earlier is None or earlier.id != here.job_id:  # the command that submits has not written it yet
+        earlier = JobRecord.of_submission(here.job_id, here.cluster, Path(here.paths.folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    replace(earlier, started=True).write(folder)
+    return is_again
 
 
 def job_signals() -> Signals:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from loopscope.checkpoints import Signals, StoppedError
-from loopscope.sweeps import JobRecord, ProgramJob, read_job
+from loopscope.sweeps import CommandJob, JobRecord, ProgramJob, read_job
 
 PROGRAM = """
 import json, os, sys
@@ -44,6 +44,22 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     yield make
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.mark.process
+def test_commands_end_before_their_job_is_requeued(job, tmp_path: Path) -> None:
+    """The command gets SIGTERM, and the requeued job starts it again with the other words; variables are set."""
+    received = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
+    folder = tmp_path / "run"
+    first = ["sh", "-c", f"echo first $MARK >> {folder}/calls; kill -USR2 $PPID; exec sleep 60"]
+    again = ["sh", "-c", f"echo again $MARK >> {folder}/calls"]
+    command = CommandJob(first, again, folder, {"MARK": "set", "OTHER": None})
+    with pytest.raises(Exception, match="ended with status -15"):
+        command()
+    assert received == [signal.SIGUSR2]
+    command.checkpoint().function()
+    assert calls(job(0)) == ["first set", "again set"]
 
 
 def calls(job: ProgramJob) -> list[str]:
