@@ -106,13 +106,9 @@ def _pack(batches: Sequence[Tensor]) -> str:
 def _unpack(line: Mapping[str, Any], batch: int) -> Tensor | None:
     """Return the row numbers of one batch of a line, or ``None`` if the line does not reach it or is damaged."""
     try:
-        return _rows_of_batch(line, batch)
+        planes = np.frombuffer(zlib.decompress(base64.b64decode(line["rows"])), np.uint8).reshape(8, -1)
+        rows = torch.from_numpy(np.ascontiguousarray(planes.T).reshape(-1).view("<i8").astype(np.int64))
+        sizes = [size for size, count in line["sizes"] for _ in range(count)]
+        return rows.split(sizes)[batch] if batch < len(sizes) else None  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, zlib.error, RuntimeError):  # a damaged line
         return None
-
-
-def _rows_of_batch(line: Mapping[str, Any], batch: int) -> Tensor | None:
-    planes = np.frombuffer(zlib.decompress(base64.b64decode(line["rows"])), np.uint8).reshape(8, -1)
-    rows = np.ascontiguousarray(planes.T).reshape(-1).view("<i8").astype(np.int64)
-    sizes = [size for size, count in line["sizes"] for _ in range(count)]
-    return torch.from_numpy(rows).split(sizes)[batch] if batch < len(sizes) else None  # type: ignore[no-untyped-call]
