@@ -285,9 +285,7 @@ class ModelContext(ModelDataContext):
         step_batch = self._batch_or_current(batch)
         groups = self._task.optimizer.param_groups
         self._open.profiler.count_samples("forward_backward", step_batch)
-        options = borrowed_group_options(
-            groups, learning_rates=learning_rates, rate_factor=rate_factor, weight_decay=weight_decay
-        )
+        options = borrowed_group_options(groups, learning_rates, rate_factor, weight_decay)
         gradients, scaler = borrowed_gradients(self._state.modules), borrowed_scaler(self._task)
         with script_settings(), gradients, scaler, torch.enable_grad():
             with options:

@@ -1044,10 +1044,8 @@ class CustomLoop(Transient):
         if self._step.phase is COMPLETE or self._is_bare:
             self._step.phase = UPDATING
             if self._scaler is not None and vars(optimizer).get("grad_scale") is not None:
-                with (
-                    self._hook_calls,
-                    unscaled_gradients(self._driver.task, scales_back=self._attached.keeps_gradients),
-                ):
+                unscaled = unscaled_gradients(self._driver.task, scales_back=self._attached.keeps_gradients)
+                with self._hook_calls, unscaled:
                     self._driver.before_update()
                 return
             hook_calls = self._hook_calls

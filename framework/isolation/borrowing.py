@@ -85,11 +85,7 @@ def borrowed_extras(state: TrainingState) -> Iterator[None]:
 
 @contextmanager
 def borrowed_group_options(
-    groups: Sequence[dict[str, Any]],
-    *,
-    learning_rates: Sequence[float] | None = None,
-    rate_factor: float = 1.0,
-    weight_decay: float | None = None,
+    groups: Sequence[dict[str, Any]], learning_rates: Sequence[float] | None, rate_factor: float, decay: float | None
 ) -> Iterator[None]:
     """Set the learning rates of the parameter groups, or multiply them, and set their weight decay, for the body.
 
@@ -118,8 +114,8 @@ def borrowed_group_options(
                 group["lr"] = torch.full_like(options["lr"], rate) if isinstance(options["lr"], Tensor) else rate
             if rate_factor != 1:
                 group["lr"] = group["lr"] * rate_factor
-            if weight_decay is not None and "weight_decay" in group:
-                group["weight_decay"] = weight_decay
+            if decay is not None and "weight_decay" in group:
+                group["weight_decay"] = decay
         yield
     finally:
         for group, options in zip(groups, previous, strict=True):

@@ -92,9 +92,7 @@ def _has_state(form: Any) -> bool:
     return isinstance(form, Mapping) and form.keys() not in ({"code"}, set())
 
 
-def reachable_from_modules(
-    modules: list[nn.Module], others: Iterable[Any] = (), excluded: Iterable[Any] = ()
-) -> Structure:
+def reachable_from_modules(modules: list[nn.Module], others: Iterable[Any], excluded: Iterable[Any]) -> Structure:
     """Walk the contents of all modules of a model, of hooks on them and on parameters, and of ``others``."""
     tables = [module._parameters for module in modules if module._parameters]
     parameters = [parameter for table in tables for parameter in table.values() if parameter is not None]
