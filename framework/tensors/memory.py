@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-bytes_at: Any = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+bytes_at: Callable[[int, int], bytes] = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
 """Copy bytes from an address, like ctypes.string_at but without its Python function."""
@@ -20,8 +20,7 @@ def addresses_in_memory(objects: tuple[Any, ...]) -> bytes:
     one by one 12 µs.
     """
     # tuple.__basicsize__ is the size of the header in every version of Python; it does not include the items.
-    content: bytes = bytes_at(id(objects) + tuple.__basicsize__, len(objects) * _ADDRESS_BYTES)
-    return content
+    return bytes_at(id(objects) + tuple.__basicsize__, len(objects) * _ADDRESS_BYTES)
 
 
 def addresses_by_id(objects: tuple[Any, ...]) -> bytes:

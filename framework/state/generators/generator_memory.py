@@ -169,8 +169,7 @@ class MemoryAccess(DocumentedAccess):
         """Return a result of a torch generator's ``get_state`` in the format of ``of_torch``."""
         twin = torch.Generator()
         twin.set_state(state)
-        content: bytes = bytes_at(twin._cdata + self._in_torch.offset, self._in_torch.size)  # type: ignore[attr-defined]
-        return content
+        return bytes_at(twin._cdata + self._in_torch.offset, self._in_torch.size)  # type: ignore[attr-defined]
 
 
 def find_access() -> DocumentedAccess:
