@@ -106,11 +106,8 @@ def _collected(known: set[int], found: list[nn.Module]) -> Iterator[None]:
 @contextmanager
 def _changed_collected(loss: Loss, known: set[int], found: list[nn.Module]) -> Iterator[None]:
     """Append the unknown modules that the body changes and the loss function refers to; undo their changes."""
-    values: list[Any] = [loss]
-    with suppress(TypeError, ValueError):  # an object with __call__, a built-in function
-        read = getclosurevars(loss)
-        values += [*read.globals.values(), *read.nonlocals.values()]
-    modules = [module for module in Structure(values).of_kind(nn.Module) if id(module) not in known]
+    values = [value for _, value in _variables(loss)]
+    modules = [module for module in Structure([loss, *values]).of_kind(nn.Module) if id(module) not in known]
     inner = {id(item) for module in modules for item in (*module.modules(),)[1:]}
     with ExitStack() as stack:
         copies = [
@@ -121,12 +118,17 @@ def _changed_collected(loss: Loss, known: set[int], found: list[nn.Module]) -> I
         found += [module for module, copy in copies if id(module) not in called and copy.is_changed()]
 
 
-def _with_names(modules: list[nn.Module], loss: Loss, state: TrainingState) -> dict[str, nn.Module]:
-    """Return modules by the name of their variable in the loss function, or of their class."""
-    variables: dict[int, str] = {}
+def _variables(loss: Loss) -> list[tuple[str, Any]]:
+    """Return the global and enclosing variables that the loss function reads, with their names."""
     with suppress(TypeError, ValueError):  # an object with __call__, a built-in function
         read = getclosurevars(loss)
-        variables = {id(value): name for name, value in (*read.globals.items(), *read.nonlocals.items())}
+        return [*read.globals.items(), *read.nonlocals.items()]
+    return []
+
+
+def _with_names(modules: list[nn.Module], loss: Loss, state: TrainingState) -> dict[str, nn.Module]:
+    """Return modules by the name of their variable in the loss function, or of their class."""
+    variables = {id(value): name for name, value in _variables(loss)}
     taken = {name.partition(".")[0] for name, _ in _named(state.model)} | state.also.keys()
     named: dict[str, nn.Module] = {}
     for module in modules:
