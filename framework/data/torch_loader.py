@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from ..errors import UsageError
 from ..state import RandomStreams
-from .batch_indices import GeneratorOfBlock, batch_indices, draws_by_function, on_streams, samplers_of
+from .batch_indices import batch_indices, draws_by_function, on_streams, samplers_of
 from .generators import all_holders, dataset_generators, seed_all, undisturbed
 from .loader_inspection import preserved_loader
 from .loaders import Batch, Loader, SourceOfRows, as_defined, derived_seed
@@ -203,9 +203,9 @@ class TorchLoader(Loader):
             return None
         if draws_by_function(source):
             batches: Any = source.batch_sampler
-            return None if batches is None else rows_of_known_sampler(batches, start, self._draw(epoch))
+            return None if batches is None else rows_of_known_sampler(batches, start, partial(self._draw, epoch))
         with preserved_loader(self):
-            return draw_all_rows(source, self._streams, epoch, start, self._draw(epoch), len(self) - start)
+            return draw_all_rows(source, self._streams, epoch, start, partial(self._draw, epoch), len(self) - start)
 
     def source_of_rows(self) -> SourceOfRows:
         """Return the length of the dataset, and the tensors of a ``TensorDataset``."""
@@ -277,18 +277,14 @@ class TorchLoader(Loader):
         Samplers that are iterated over draw on the loader's streams; orders that are computed use generators of the
         epoch.
         """
-        indices = partial(batch_indices, dataloader, start, self._draw(epoch))
+        indices = partial(batch_indices, dataloader, start, partial(self._draw, epoch))
         if draws_by_function(dataloader):
             return indices()
         return on_streams(self._streams, epoch, samplers_of(dataloader), (), indices)
 
-    def _draw(self, epoch: int) -> GeneratorOfBlock:
-        """Return a function that creates the generator of a block of rows of the epoch."""
-
-        def generator_of(block: int) -> torch.Generator:
-            return torch.Generator().manual_seed(derived_seed(self._streams.seed, "order", epoch, block))
-
-        return generator_of
+    def _draw(self, epoch: int, block: int) -> torch.Generator:
+        """Return the generator of a block of rows of the epoch."""
+        return torch.Generator().manual_seed(derived_seed(self._streams.seed, "order", epoch, block))
 
     def _in_random_order(self, dataset: Any, batch_size: int | None, seed: int) -> "TorchLoader":
         source = self._dataloader
