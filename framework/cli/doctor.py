@@ -1,7 +1,7 @@
 """The command ``loopscope doctor RUN``: a diagnosis of a run, as text or JSON."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from ..doctor import Diagnosis, Severity, diagnose, diagnosis_lines
 from ..errors import counted, listed, require
 from ..report import inspect_run
 from ..runs import read_history, read_step_times, run_folders
+from .finding_groups import finding_groups, group_lines
 from .output import Kept, Output, ReportedError, add_output_options
 from .parser import CommandParser, line_width
 
@@ -55,10 +56,11 @@ def doctor(words: Sequence[str]) -> None:
             folder: with_tests(folder, diagnosis, given["branches"], given["steps"], as_json=given["json"])
             for folder, diagnosis in diagnoses.items()
         }
-    content = _as_json(diagnoses)
-    fields = ("missing", "findings", "runs")
+    groups = finding_groups(diagnoses) if len(diagnoses) > 1 else []
+    content = _as_json(diagnoses) | ({"groups": groups} if len(diagnoses) > 1 else {})
+    fields = ("missing", "findings", "runs", "groups")
     cut: dict[str, Kept] = {name: "first" for name in fields if name in content}
-    Output.of("doctor", words, given).write(content, cut, partial(_lines, diagnoses))
+    Output.of("doctor", words, given).write(content, cut, partial(_lines, diagnoses, groups))
     if given["fail_on"] is not None:
         _fail_on(given["fail_on"], diagnoses)
 
@@ -78,9 +80,9 @@ def _as_json(diagnoses: dict[Path, Diagnosis]) -> dict[str, Any]:
     return items[0] if len(items) == 1 else {"runs": items}
 
 
-def _lines(diagnoses: dict[Path, Diagnosis]) -> list[str]:
+def _lines(diagnoses: dict[Path, Diagnosis], groups: Sequence[Mapping[str, Any]]) -> list[str]:
     width = min(line_width(), WIDE)
-    lines = []
+    lines = [*group_lines(groups, len(diagnoses), width)]
     for folder, diagnosis in diagnoses.items():
         problems = len(diagnosis.at_least("warning"))
         counts = ["not checked" if diagnosis.unchecked and not problems else counted(problems, "problem")]

@@ -29,6 +29,7 @@ LIMITS_OF_ROOMS = {
     "budget": 400,
     "compiled models": 600,
     "sweeps": 900,
+    "findings over runs": 300,
 }
 """Lines of code, decided as docs/decisions/0047-rooms-have-their-own-limits.md says."""
 
