@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..console import show_warnings
 from ..errors import LoopscopeError, UsageError, counted, short_path
+from ..interruption import raise_at_ctrl_c
 from ..runs import ATTACHED_RUNS, TRAINED, RunRecord, read_status
 from ..sweeps import (
     CommandJob,
     JobOptions,
+    JobRecord,
     LocalJobs,
     jobs_in_progress,
     point_name,
@@ -75,14 +78,20 @@ def watch_grid(command: Sequence[str], options: Mapping[str, Any], settings: Map
         options: the options of ``loopscope watch`` for each point.
         settings: ``grid``, ``jobs``, ``on``, ``on_options``, ``out`` and ``overwrite``.
     """
+    raise_at_ctrl_c()
     try:
-        return _watch_grid(command, options, settings)
+        with show_warnings(_print_warning):
+            return _watch_grid(command, options, settings)
     except LoopscopeError as error:
         sys.stderr.write(f"loopscope: {error}\n")
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         sys.stderr.write("loopscope: interrupted.\n")
         return 130
+
+
+def _print_warning(label: str, sentence: str) -> None:
+    sys.stderr.write(f"loopscope: {label}: {sentence}\n")
 
 
 def _watch_grid(command: Sequence[str], options: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
@@ -94,10 +103,11 @@ def _watch_grid(command: Sequence[str], options: Mapping[str, Any], settings: Ma
     ]
     overwrite = settings["overwrite"]
     open_points = {point.folder: point for point in points if overwrite or not point.is_complete()}
+    running = jobs_in_progress([*open_points], overwrite=overwrite)
     if settings["on"] is not None:
-        _submit(open_points, folder, settings, len(points))
+        _submit(open_points, running, folder, settings, len(points))
     else:
-        _run(open_points, folder, settings["jobs"] or 1)
+        _run([point for path, point in open_points.items() if path not in running], folder, settings["jobs"] or 1)
     statuses = {point.name: point.status for point in points}
     missing = [name for name, status in statuses.items() if status not in TRAINED]
     if missing and settings["on"] != "slurm":
@@ -111,7 +121,7 @@ def _watch_grid(command: Sequence[str], options: Mapping[str, Any], settings: Ma
     return 0
 
 
-def _run(points: Mapping[Path, GridPoint], folder: Path, at_once: int) -> None:
+def _run(points: Sequence[GridPoint], folder: Path, at_once: int) -> None:
     """Run the commands as child processes, at most ``at_once`` at a time."""
     logs = folder / LOGS
     logs.mkdir(parents=True, exist_ok=True)
@@ -125,17 +135,22 @@ def _run(points: Mapping[Path, GridPoint], folder: Path, at_once: int) -> None:
 
     with ThreadPoolExecutor(at_once) as pool:
         try:
-            list(pool.map(run, points.values()))
+            list(pool.map(run, points))
         except KeyboardInterrupt:  # the commands have received it, too
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _submit(points: Mapping[Path, GridPoint], folder: Path, settings: Mapping[str, Any], total: int) -> None:
+def _submit(
+    points: Mapping[Path, GridPoint],
+    running: dict[Path, JobRecord],
+    folder: Path,
+    settings: Mapping[str, Any],
+    total: int,
+) -> None:
     """Submit the commands as jobs, and wait for local ones."""
     require_submitit()
     wanted = JobOptions.of(settings["on"], settings["on_options"])
-    running = jobs_in_progress([*points], overwrite=settings["overwrite"])
     executor = wanted.executor(folder / LOGS, "loopscope", settings["jobs"])
     jobs = [
         CommandJob(point.words(overwrite=path.exists()), point.words(overwrite=True), path, wanted.variables())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints import is_locked
-from ..errors import UsageError, counted, listed, short_path
+from ..errors import UsageError, counted, listed, notice, short_path
 from .cluster import submit
 from .command_job import CommandJob
 from .job import ProgramJob
@@ -26,7 +26,19 @@ class LocalJobs:
     at_once: int
 
     def ended(self, show: Callable[[Mapping[Path, JobRecord]], None] | None = None) -> Iterator[tuple[Path, JobRecord]]:
-        """Start the jobs, show those that run, and yield the folder of each run whose job has ended."""
+        """Start the jobs, show those that run, and yield the folder of each run whose job has ended.
+
+        Ctrl-C ends the command that waits, and not the jobs, which a notice reports.
+        """
+        try:
+            yield from self._ended(show)
+        except KeyboardInterrupt:
+            if self.running:
+                number, job = counted(len(self.running), "job"), next(iter(self.running.values()))
+                notice(f"{number} still running; the same command waits for them. To stop one: kill {job.id}")
+            raise
+
+    def _ended(self, show: Callable[[Mapping[Path, JobRecord]], None] | None) -> Iterator[tuple[Path, JobRecord]]:
         while self.waiting or self.running:
             while self.waiting and len(self.running) < self.at_once:
                 job = self.waiting.pop(0)

@@ -1,5 +1,7 @@
 """``loopscope watch --grid``: points and their folders, refusals, and what is not run twice."""
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 from loopscope.cli import main, watch_grid
 from loopscope.errors import UsageError
 from loopscope.runs import CONFIG, SUMMARY
-from loopscope.sweeps import point_name, points_of
+from loopscope.sweeps import JobRecord, point_name, points_of
 
 from tests.framework.runs.small_experiment import contents
 
@@ -90,3 +92,15 @@ def test_options_of_grids_need_a_grid(words: list[str], flag: str, capsys, tmp_p
     assert main(["watch", *words, "--", *COMMAND]) == 2
     assert capsys.readouterr().err == f"loopscope: {flag} is an option of --grid; add --grid NAME=VALUE,VALUE.\n"
     assert contents(tmp_path) == {}
+
+
+def test_points_in_a_job_are_left_to_it(started: list[list[str]], capsys, tmp_path: Path) -> None:
+    """A point whose job still runs is not started a second time, and --overwrite is refused."""
+    folder = tmp_path / "loopscope-runs/grid/seed=0"
+    folder.mkdir(parents=True)
+    JobRecord(str(os.getpid()), "local", socket.gethostname(), sys.orig_argv[-1]).write(folder)
+    assert main(["watch", "--grid", "seed=0,2", "--", *COMMAND]) == 1
+    assert [call[-1] for call in started] == ["2"]
+    capsys.readouterr()
+    assert main(["watch", "--overwrite", "--grid", "seed=0", "--", *COMMAND]) == 2
+    assert "--overwrite would replace runs whose jobs have not ended" in capsys.readouterr().err
