@@ -256,7 +256,9 @@ class RecordedStep:
         following: set[Derived] = set()
 
         def follows(item: Any) -> bool:
-            return item.index in given if isinstance(item, Constant) else item in following
+            return (
+                item.index in given if isinstance(item, Constant) else isinstance(item, Derived) and item in following
+            )
 
         def resolved(item: Any) -> Any:
             if isinstance(item, Constant):

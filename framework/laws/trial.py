@@ -125,27 +125,45 @@ class Trial:
         return self.layout.count
 
     def with_rows(self, order: Tensor) -> dict[int, Tensor]:
-        """Return all constants of rows with the rows of the batch in another order, some perhaps repeated."""
+        """Return all constants of rows with the rows of the batch in another order, some perhaps repeated.
+
+        They end with the longest of these rows, as some models expect, if one of the inputs has the rows' lengths.
+        """
+        return self._cropped(self._reordered(order))
+
+    @cached_property
+    def _lengths(self) -> int:
+        """The index of the only input with the lengths of the rows; -1 without it."""
+        known = [
+            index
+            for index, value in self.inputs.items()
+            if "len" in self.names.get(index, "") and value.ndim == 1 and not value.is_floating_point()
+        ]
+        return known[0] if len(known) == 1 else -1
+
+    @property
+    def longest_first(self) -> Tensor:
+        """The rows in the order of their lengths, the longest first; as they are if no input has lengths."""
+        rows = torch.arange(self.rows)
+        return rows if self._lengths < 0 else self.step.constants[self._lengths].cpu().argsort(descending=True)
+
+    def _reordered(self, order: Tensor) -> dict[int, Tensor]:
         layout = self.layout
         return {
             index: layout.reordered(self.step.constants[index], kind, order) for index, kind in layout.layouts.items()
         }
 
-    def cropped(self, constants: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return constants without positions after the longest row, if one of the inputs has the rows' lengths."""
-        longest = [
-            (int(self.step.constants[index].max()), int(value.max()))
-            for index, value in constants.items()
-            if "len" in self.names.get(index, "") and value.ndim == 1 and not value.is_floating_point()
-        ]
-        if len(longest) != 1 or longest[0][0] <= longest[0][1]:
+    def _cropped(self, constants: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return constants without positions after the longest row."""
+        lengths = constants.get(self._lengths, torch.zeros(0))
+        if self._lengths < 0 or int(self.step.constants[self._lengths].max()) <= int(lengths.max()):
             return dict(constants)
-        before, now = longest[0]
+        before, now, rows = int(self.step.constants[self._lengths].max()), int(lengths.max()), len(lengths)
         places = torch.arange(before)
         every = dict(enumerate(self.step.constants)) | dict(constants)
         cropped = {}
         for index, value in every.items():
-            if value.ndim > 1 and value.shape[:2] == (self.rows, before):
+            if value.ndim > 1 and value.shape[:2] == (rows, before):
                 cropped[index] = value[:, :now]
             elif value.shape == places.shape and torch.equal(value.cpu(), places):
                 cropped[index] = value[:now]
@@ -153,7 +171,7 @@ class Trial:
 
     def inputs_with_rows(self, order: Tensor) -> dict[int, Tensor]:
         """Return the inputs alone with the rows in another order."""
-        return {index: value for index, value in self.with_rows(order).items() if index in self.inputs}
+        return {index: value for index, value in self._reordered(order).items() if index in self.inputs}
 
     @contextmanager
     def eval_pass(self) -> Iterator[None]:

@@ -46,7 +46,7 @@ class HalvesMakeAWhole(Law):
             return not_checked("the loss compares the rows of a batch with each other by design")
         if len(trial.bundles) % 2:
             return not_checked("the batch has an odd number of rows")
-        whole = torch.arange(len(trial.bundles))
+        whole = trial.longest_first if trial.bundles.members == 1 else torch.arange(len(trial.bundles))
         halves = whole[: len(whole) // 2], whole[len(whole) // 2 :]
         if reason := _is_of_batch(trial):
             return not_checked(reason)
@@ -102,8 +102,6 @@ class HalvesMakeAWhole(Law):
 
     def _gradient(self, trial: Trial, order: torch.Tensor) -> torch.Tensor:
         constants = trial.with_rows(order)
-        if trial.derivation:
-            constants = trial.cropped(constants)
         return trial.evaluate(constants, gradients=True, train=False, **trial.derivation).joint_gradient()
 
 
