@@ -10,6 +10,9 @@ SOME = (
     "broken_rows_do_not_mix_1_lstm",
     "broken_future_is_not_seen_1_gpt",
     "broken_padding_does_not_matter_1_encoder",
+    "broken_halves_make_a_whole_3_tagger",
+    "broken_ranks_agree_2_gpt",
+    "healthy_precision_is_enough_3_master",
     "healthy_future_is_not_seen_5_tcn",
     "healthy_every_parameter_learns_3_moe",
 )

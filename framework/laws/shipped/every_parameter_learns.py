@@ -1,8 +1,9 @@
 """The law that every trainable parameter gets a gradient and moves."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch.optim import Optimizer
 
 from ...errors import listed
 from ...observing import optimizers_over
@@ -50,7 +51,7 @@ class EveryParameterLearns(Law):
         if stray := _stray_leaves(trial):
             shapes = listed([str(tuple(leaf.shape)) for leaf in stray], 3)
             return broken(f"parameters of no module of the model, shapes {shapes}: in no optimizer", {"stray"})
-        idle = (without | still) - _with_copies(parameters, owned)
+        idle = (without | still) - _with_copies(parameters, trial.optimizers)
         if not idle:
             return holds()
         lost = sorted(name for name in idle if id(parameters[name]) not in owned)
@@ -61,13 +62,15 @@ class EveryParameterLearns(Law):
         return broken(f"{listed(names, 3)}: {reason}", subjects)
 
 
-def _with_copies(parameters: Mapping[str, torch.Tensor], owned: Collection[int]) -> set[str]:
+def _with_copies(parameters: Mapping[str, torch.Tensor], optimizers: Iterable[Optimizer]) -> set[str]:
     """Return the parameters of which an optimizer trains copies, such as those in float32 of weights in bfloat16."""
-    copies = [item.detach() for item in parameters.values() if id(item) in owned]
+    owned = [item for one in optimizers for group in one.param_groups for item in group["params"]]
+    ids = set(map(id, owned))
+    copies = [item.detach() for item in owned]
     return {
         name
         for name, item in parameters.items()
-        if id(item) not in owned
+        if id(item) not in ids
         and any(one.shape == item.shape and torch.equal(one.to(item.dtype), item.detach()) for one in copies)
     }
 

@@ -114,7 +114,8 @@ def _missing_part(trial: Trial, reduced: torch.Tensor, own: torch.Tensor) -> str
         loss = step.replay(
             {index: leaf.to(trial.step.constants[index].device) for index, leaf in leaves.items()}, observe=keep
         ).loss
-        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, retain_graph=True)
+        given = list(leaves.values())
+        gradients = torch.autograd.grad(loss, given, allow_unused=True, retain_graph=True) if given else ()
         wanted = [
             (mine[index], gradient) for index, gradient in zip(leaves, gradients, strict=True) if gradient is not None
         ]
