@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..law import Law, Outcome, broken, holds, not_checked
-from ..recorded_step import SCALINGS, RecordedCall, RecordedStep, Value
+from ..loss_numbers import LossPath, last_functions
+from ..recorded_step import RecordedCall, Value
 from ..rows import UndecidedError
 from ..trial import Trial, set_gradients
 
@@ -29,7 +30,6 @@ NEAR = 1e-3
 FITS = 100
 OF_LOGITS = ("cross_entropy", "binary_cross_entropy_with_logits")
 OF_PROBABILITIES = ("nll_loss", "binary_cross_entropy")
-SHAPES = {"View", "UnsafeView", "Squeeze", "Unsqueeze", "Transpose", "Permute", "Reshape", "Select", "Slice", "ToCopy"}
 
 
 class LossStartsAtChance(Law):
@@ -81,7 +81,7 @@ class LossStartsAtChance(Law):
         """
         step = trial.step
         constant, is_bounded = self._best_constant(trial, outputs)
-        if not is_bounded and origin_of_loss(step) != "cross_entropy":
+        if not is_bounded and LossPath.of(step).origin != "cross_entropy":
             raise UndecidedError("no constant output minimises the loss")
         names = {call.name for call in step.calls}
         targets = [step.constants[index] for index in step.constants_of_calls() if index in trial.layout.layouts]
@@ -112,7 +112,7 @@ class LossStartsAtChance(Law):
             values = arguments[0] if arguments else options["input"]
             if call.name == "nll_loss":
                 sums.append(values.detach().double().exp().sum(1 if values.ndim > 1 else 0))
-            functions = _last_functions(values)
+            functions = last_functions(values)
             if call.name in OF_PROBABILITIES:
                 functions = functions[1:] if functions[:1] in (["LogSoftmax"], ["Sigmoid"]) else []
             if functions and functions[0] in ("Softmax", "Sigmoid"):
@@ -130,27 +130,36 @@ class LossStartsAtChance(Law):
         return broken(repeated[0]) if repeated else None
 
     def _of_rows(self, trial: Trial) -> Outcome | None:
-        """Return a violation if a loss of classes is an undivided sum over rows, or a mean that is divided again."""
-        step, count = trial.step, trial.rows
-        if len(trial.steps) > 1 or count < LEAST_ROWS or origin_of_loss(step) not in ("cross_entropy", "nll_loss"):
+        """Return a violation if a loss of classes is an undivided sum over rows, or a mean that is divided again.
+
+        A loss that is half as large for a batch with each row twice is divided by numbers of the batch twice.
+        """
+        step, count, path = trial.step, trial.rows, LossPath.of(trial.step)
+        if len(trial.steps) > 1 or count < LEAST_ROWS or trial.compares_rows or not path.origin:
             return None
         half = torch.arange(count // 2)
         try:
             one, twice = (
-                float(trial.evaluate(trial.with_rows(order), train=False).loss) for order in (half, half.repeat(2))
+                float(trial.evaluate(trial.with_rows(order), train=False, **trial.derivation).loss)
+                for order in (half, half.repeat(2))
             )
         except (RuntimeError, ValueError):  # of numbers of rows in the script
             return None
-        factor = math.prod(step.factors)
-        is_sum = abs(twice / one - 2) < NEAR
-        multiple = factor * count if is_sum else factor
-        if not is_sum and abs(twice / one - 1) > NEAR:
+        ratio = twice / one if one else math.nan
+        loss = f"the loss starts at {float(trial.evaluate(train=False).loss):.4g}"
+        if abs(ratio - 0.5) < NEAR:
+            return broken(
+                f"{loss}: it is halved if the batch has each row twice, since it is divided by its rows twice"
+            )
+        is_sum, is_mean = abs(ratio - 2) < NEAR, abs(ratio - 1) < NEAR
+        if not is_sum and not is_mean:
             return None
-        loss = float(trial.evaluate(train=False).loss)
-        if abs(multiple / count - 1) < NEAR:
-            return broken(f"the loss starts at {loss:.4g}: it is a sum over {count} rows, {count} times their mean")
-        if abs(multiple * count - 1) < NEAR:
-            return broken(f"the loss starts at {loss:.4g}: the mean over {count} rows is divided by {count} once more")
+        is_of_classes = path.origin in ("cross_entropy", "nll_loss")
+        multiple = math.prod(step.factors if is_of_classes else path.divisions) * (count if is_sum else 1)
+        if is_of_classes and abs(multiple / count - 1) < NEAR:
+            return broken(f"{loss}: it is a sum over {count} rows, {count} times their mean")
+        if abs(multiple * count - 1) < NEAR and (is_of_classes or not _has_length(trial, count)):
+            return broken(f"{loss}: the mean over {count} rows is divided by {count} once more")
         return None
 
     def _best_constant(self, trial: Trial, outputs: Mapping[Value, Tensor]) -> tuple[float, bool]:
@@ -194,23 +203,7 @@ class LossStartsAtChance(Law):
         return trial.evaluate(trial.with_rows(half.repeat(2 + trial.rows % 2)[: trial.rows]), train=False).loss
 
 
-def origin_of_loss(step: RecordedStep) -> str:
-    """Return the name of the function whose result, perhaps multiplied by a number, is the loss."""
-    producers = {value: call for call in step.calls for value in call.results}
-    call = producers.get(step.loss) if step.loss is not None else None
-    while call is not None and call.operation in SCALINGS:
-        values = [item for item in step.items_of(call) if isinstance(item, Value)]
-        call = producers.get(values[0]) if len(values) == 1 else None
-    return "" if call is None or call.is_pass else call.name
-
-
-def _last_functions(values: Tensor) -> list[str]:
-    """Return the names of the last two functions that have computed values, apart from changes of their shape."""
-    names: list[str] = []
-    node: Any = values.grad_fn
-    while node is not None and len(names) < 2:
-        name = node.name().removesuffix("0").removesuffix("Backward")
-        if name not in SHAPES:
-            names.append(name)
-        node = next((item for item, _ in node.next_functions if item is not None), None)
-    return names
+def _has_length(trial: Trial, count: int) -> bool:
+    """Return whether a tensor of the step has as many entries in a row, or along a dimension of it, as it has rows."""
+    shapes = trial.step.shapes | {tuple(item.shape) for item in trial.step.constants}
+    return any(count in shape[1:] or math.prod(shape[1:]) == count for shape in shapes if len(shape) > 1)

@@ -5,11 +5,15 @@ from torch import Tensor
 
 from ..joined_batches import JoinedBatches
 from ..law import Law, Outcome, broken, holds, not_checked
+from ..loss_numbers import LossPath
 from ..recorded_step import RecordedStep
 from ..trial import TIMES_NOISE, Trial, distance
 
 LEAST_PART = 1e-3
 """The part of the gradient that must differ."""
+LEAST_DIVIDED = 3
+"""Micro-batches whose number is no common factor of a loss, such as the 2 of half of the squared error."""
+NEAR = 1e-6
 
 
 class MicroBatchesAddUp(Law):
@@ -53,19 +57,22 @@ class MicroBatchesAddUp(Law):
             return broken(
                 f"{remaining / size:.1%} of the gradient of {len(steps)} micro-batches differ from the batch's"
             )
-        if factors == [1] and is_undivided(steps[0].factors):
-            return broken(
-                f"the gradient is {factor:.3g} times that of the batch, since nothing divides the mean losses"
-            )
+        if factors == [1] and (sentence := _wrong_division(steps, factor)):
+            return broken(sentence)
         return holds()
 
     def _gradient(self, trial: Trial, constants: dict[int, Tensor]) -> Tensor:
         return trial.evaluate(constants, gradients=True, train=False, **trial.derivation).joint_gradient()
 
 
-def is_undivided(factors: tuple[float, ...]) -> bool:
-    """Return whether a loss was multiplied by nothing but the scale of a GradScaler."""
-    return all(factor >= 1 for factor in factors)
+def _wrong_division(steps: list[RecordedStep], factor: float) -> str:
+    """Return a sentence if mean losses are divided by their number twice, or by nothing, apart from a loss scale."""
+    count, step = len(steps), steps[0]
+    divisions = [item for item in LossPath.of(step).divisions if abs(count * item - 1) < NEAR]
+    if count >= LEAST_DIVIDED and len(divisions) > 1:
+        return f"the mean losses of {count} micro-batches are divided by {count} twice"
+    is_undivided = all(one >= 1 for one in step.factors)
+    return f"the gradient is {factor:.3g} times that of the batch, since nothing divides the mean losses" * is_undivided
 
 
 def sum_of(trial: Trial, steps: list[RecordedStep], *, train: bool) -> Tensor:

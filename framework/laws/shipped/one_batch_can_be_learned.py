@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from ...tensors import trainable
 from ..law import Law, Outcome, broken, holds, not_checked
+from ..reachable_targets import unreachable_targets
+from ..rows import UndecidedError
 from ..trial import Trial, set_gradients
 
 FEW, MANY = 50, 200
@@ -32,14 +34,17 @@ class OneBatchCanBeLearned(Law):
 
     name = "one_batch_can_be_learned"
     statement = "steps on one batch reduce its loss"
-    remedy = "look for detach, a frozen or saturated layer, a loss of the wrong tensor, and targets of other rows"
+    remedy = (
+        "look for detach, a frozen or saturated layer, a loss of the wrong tensor, targets of other rows, and targets "
+        "beyond the range of the outputs"
+    )
 
     def check(self, trial: Trial) -> Outcome:
         """Compare the loss before and after the steps."""
         trial.loss_step()
+        if sentence := unreachable_targets(trial):
+            return broken(sentence)
         same, floor = self._without_inputs(trial), self._floor(trial)
-        if floor == -math.inf:
-            return not_checked("the loss has no lower bound, such as that of a policy gradient")
         if outcome := self._of_clipping(trial):
             return outcome
         sentences = []
@@ -85,7 +90,10 @@ class OneBatchCanBeLearned(Law):
     def _floor(self, trial: Trial) -> float:
         """Return the loss that outputs reach which are free to take any values, as a bound of what can be learned.
 
-        It is infinite if the loss is an output itself, and minus infinite if it falls without end.
+        It is infinite if the loss is an output itself.
+
+        Raises:
+            UndecidedError: the loss falls without end.
         """
         step = trial.step
         free = {
@@ -102,8 +110,9 @@ class OneBatchCanBeLearned(Law):
                 losses.append(float(loss.detach()))
                 set_gradients(leaves, loss)
                 optimizer.step()
-        is_falling = losses[-MANY // 4] - losses[-1] > 0.05 * abs(losses[1])  # perhaps without end
-        return -float("inf") if is_falling else min(losses)
+        if losses[-MANY // 4] - losses[-1] > 0.05 * abs(losses[1]):  # perhaps without end
+            raise UndecidedError("the loss has no lower bound, such as that of a policy gradient")
+        return min(losses)
 
     def _without_inputs(self, trial: Trial) -> dict[int, Tensor] | None:
         """Return the inputs of one row for all rows, if rows have separate targets."""
@@ -113,7 +122,8 @@ class OneBatchCanBeLearned(Law):
         has_different = any(bool((step.constants[index] != step.constants[index][:1]).any()) for index in targets)
         if not has_different or trial.rows < 3:
             return None
-        same = {index: item[:1].expand_as(item).clone() for index, item in trial.inputs.items()}
+        row = int(trial.longest_first[0])
+        same = {index: item[row : row + 1].expand_as(item).clone() for index, item in trial.inputs.items()}
         return None if any(torch.equal(item, trial.inputs[index]) for index, item in same.items()) else same
 
     def _train(
