@@ -94,7 +94,7 @@ def check(words: Sequence[str]) -> int:
                 messages.seek(0)
                 if not _content(out):
                     sys.stderr.write(messages.read())
-        return _show(_content(out), given, status)
+        return _show(_all_content(out), given, status)
 
 
 def _experiment(command: Sequence[str]) -> str | None:
@@ -116,12 +116,33 @@ def _unknown_law(names: Sequence[str]) -> str:
 
 
 def _content(out: Path) -> dict[str, Any]:
-    """Return what the hook has written: the results so far; of several trainings, that of the first."""
+    """Return what the hook has written: the results so far of the first training."""
     try:
         found = next(iter(sorted(out.rglob(FILE))), None) if out.is_dir() else None
         return {} if found is None else json.loads(found.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+
+
+def _all_content(out: Path) -> dict[str, Any]:
+    """Return the results of the first training, with the broken laws of further ones, and a note on what is missing.
+
+    A further training whose laws were not tried at all steps shows nothing.
+    """
+    content, number = _content(out), 1
+    tried = []
+    while content and (further := _content(out.with_name(f"{out.name}-{number + 1}"))):
+        number += 1
+        if further["tried"] >= further["total"]:
+            tried.append(number)
+            content["broken"] += further["broken"]
+            content["laws"] += [{**law, "training": number} for law in further["laws"] if law["verdict"] == "broken"]
+    notes = [f"Laws were also tried in training {number}." for number in tried]
+    if content.get("is_ended"):
+        notes.append(
+            "The command was ended here: --continue also tries later trainings, and files that are saved later."
+        )
+    return {**content, "note": " ".join(notes)} if notes else content
 
 
 def _show(content: Mapping[str, Any], given: argparse.Namespace, status: int) -> int:
@@ -139,7 +160,7 @@ def _show(content: Mapping[str, Any], given: argparse.Namespace, status: int) ->
     if given.json:
         sys.stdout.write(f"{_bounded(content)}\n")
     else:
-        _write_table(laws)
+        _write_table(laws, content.get("note", ""))
     return 1 if content["broken"] else 0
 
 
@@ -147,7 +168,7 @@ def _bounded(content: Mapping[str, Any], most: int = 4096) -> str:
     """Return the results as JSON of limited size: broken laws first, and reasons only as long as they fit."""
     order = ("broken", "not checked", "holds")
     laws = _sorted(content["laws"], order)
-    result = {"schema": 1, **{name: content[name] for name in order}, "laws": laws}
+    result = {"schema": 1, **{name: content[name] for name in (*order, "note") if name in content}, "laws": laws}
     for length in (400, 200, 100, 40, 0):
         short = [
             {
@@ -174,8 +195,8 @@ def _place(law: Mapping[str, Any]) -> int:
     return SYMPTOMS.index(law["law"]) + 1 if is_symptom else 0
 
 
-def _write_table(laws: Sequence[Mapping[str, Any]]) -> None:
-    """Write one line for each law, and below a broken one its evidence and its remedy."""
+def _write_table(laws: Sequence[Mapping[str, Any]], note: str) -> None:
+    """Write one line for each law, and below a broken one its evidence and its remedy; the note comes last."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -187,7 +208,8 @@ def _write_table(laws: Sequence[Mapping[str, Any]]) -> None:
     styles = {"holds": "green", "broken": "bold red", "not checked": "dim"}
     for law in _sorted(laws, ("broken", "holds", "not checked")):
         verdict = law["verdict"]
-        text = Text(law["statement"])
+        text = Text(f"in training {law['training']}, " if "training" in law else "")
+        text.append(law["statement"])
         if evidence := law.get("evidence"):
             text.append(
                 f": {evidence}" if verdict == "broken" else f" ({evidence})", style="" if verdict == "broken" else "dim"
@@ -196,3 +218,5 @@ def _write_table(laws: Sequence[Mapping[str, Any]]) -> None:
             text.append(f"\n  step {law['step']}; {law['remedy']}; alone: --laws {law['law']}")
         table.add_row(Text(verdict, style=styles[verdict]), text)
     console.print(table)
+    if note:
+        console.print(Text(note, style="dim"))

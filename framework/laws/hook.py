@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import listed, require
@@ -97,7 +98,7 @@ class Laws(DebugInterventionHook):
         self._waits = MOST_UPDATES
         self._moved: set[str] = set()
         self._trainable: set[str] = set()
-        self._updates, self._is_judged = 0, False
+        self._updates, self._is_judged, self._is_over = 0, False, False
         self._is_waiting_for_group = ADD_UP in self._check
         """Whether no group of another number of micro-batches was seen."""
         self._divisors: list[float] = []
@@ -168,9 +169,10 @@ class Laws(DebugInterventionHook):
         """Note which parameters learn at other steps, such as experts without tokens in a batch."""
         self._moved.update(moved)
         self._updates += 1
-        if sentence := self._files.problem():
-            self._check.add(CHECKPOINT, self._updates, broken(sentence))
+        self._judge_files()
         self._judge_schedule()
+        if self._is_over:
+            return
         self._judge_groups()
         self._judge_short_batch()
         self._trainable = {name for name, item in model.named_parameters() if item.requires_grad}
@@ -183,11 +185,17 @@ class Laws(DebugInterventionHook):
             self._idle -= self._learned
             self._waits = max(0, self._waits - 1)
             self._write("parameters without a gradient")
-        if self._has_seen_all():  # a training that continues pays no longer
+        if self._has_seen_all():  # a training that continues pays for its files and its schedule alone
+            self._is_over = True
             self._judge_updates()
             self._write("end")
             self._watch.stop()
-            self._files.stop()
+
+    def _judge_files(self) -> None:
+        """Add what the newest files lack."""
+        if sentence := self._files.problem():
+            self._check.add(CHECKPOINT, self._updates, broken(sentence))
+            self._write("a saved file")
 
     def _judge_groups(self) -> None:
         """Add a group of another number of micro-batches than usual, such as the last one of an epoch.
@@ -212,6 +220,7 @@ class Laws(DebugInterventionHook):
         if sentence := self._schedules.problem():
             self._is_schedule_judged = True
             self._check.add(SCHEDULE, self._updates, broken(sentence))
+            self._write("the schedule")
 
     def _judge_short_batch(self) -> None:
         """Add a batch of another number of rows, such as the last one of an epoch, whose loss has the same divisor."""
@@ -243,10 +252,15 @@ class Laws(DebugInterventionHook):
             self._check.decide(LEARNS)
 
     def end(self, status: str) -> None:
-        """Judge the updates of a training that has ended before."""
-        if self._tried:
+        """Judge the updates of a training that has ended, its last file, and its schedule."""
+        if not self._tried:
+            return
+        if not self._is_over:
             self._judge_updates()
-            self._write("end")
+        self._judge_files()
+        if status == "completed" and not self.is_finished and not self._is_schedule_judged:
+            self._check.add(SCHEDULE, self._updates, self._schedules.outcome())
+        self._write("end")
 
     @property
     def is_finished(self) -> bool:  # type: ignore[override]
@@ -272,5 +286,7 @@ class Laws(DebugInterventionHook):
 
     def _write(self, trying: str = "") -> None:
         """Write what is known so far, for the command that waits for it."""
-        if self._is_main:
-            self._check.write(self._path, self._tried, len(self._check) * len(self._places), trying)
+        is_first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+        if self._is_main and is_first:
+            total = len(self._check) * len(self._places)
+            self._check.write(self._path, self._tried, total, trying, is_ended=self.is_finished)

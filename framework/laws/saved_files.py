@@ -37,7 +37,6 @@ class SavedFiles(Transient):
         """The ids of the optimizers, schedulers and scalers that were saved as objects."""
         self._names: list[str] = []
         self._function = place(torch, "save", self._observed)
-        self._is_stopped = False
 
     @contextmanager
     def recording(self, model: nn.Module, is_active: Callable[[], bool]) -> Iterator[None]:
@@ -46,13 +45,9 @@ class SavedFiles(Transient):
         with registered(self._function.install):
             yield
 
-    def stop(self) -> None:
-        """Watch no longer."""
-        self._is_stopped = True
-
     def _observed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_stopped and self._is_active():
+            if self._is_active():
                 self._names.append(Path(f).name.lower() if isinstance(f, (str, Path)) else "")
                 self._note(obj, DEPTH)
             return function(obj, f, *args, **kwargs)

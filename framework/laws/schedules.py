@@ -9,11 +9,14 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ..observing import schedulers_of
+from .law import Outcome, holds, not_checked
 
 FEW = 4
 """Updates that show how often a schedule is stepped."""
 LEAST = 0.01 * (1 + 1e-9)
 """The part of the largest learning rate at which little is learned."""
+MOST_LOW = 0.2
+"""The part of all updates that may have such a learning rate at the end of a schedule that lasts."""
 MOST_UPDATES = 150
 """Updates within which the end of a schedule is awaited."""
 CYCLES = ("Restarts", "Cyclic", "OneCycle", "Plateau")
@@ -61,6 +64,13 @@ class _Course:
             return f"CosineAnnealingLR has ended after {low[-1]} updates, and the learning rate rises again"
         return ""
 
+    def summary(self) -> str:
+        """Return the learning rates of all updates in a few words."""
+        first, most, last = self.rates[0], max(self.rates), self.rates[-1]
+        return (
+            f"{self.name}: from {first:.3g}, at most {most:.3g}, to {last:.3g} in {len(self.rates)} updates, the last"
+        )
+
     def ends_soon(self) -> bool:
         """Return whether the schedule may reach its end within the updates that are watched."""
         if not self.steps_per_update() or len(self.rates) >= MOST_UPDATES or self.problem():
@@ -92,6 +102,15 @@ class Schedules:
     def problem(self) -> str:
         """Return a sentence on a schedule that is stepped too often, if there is one."""
         return next(filter(None, (course.problem() for course in self._courses.values())), "")
+
+    def outcome(self) -> Outcome:
+        """Return what the schedules of a training have shown whose updates were all watched."""
+        known = [course for course in self._courses.values() if any(course.counts)]
+        if not known:
+            return not_checked("no schedule of an optimizer was stepped")
+        if any(sum(rate <= LEAST * max(one.rates) for rate in one.rates) > MOST_LOW * len(one.rates) for one in known):
+            return not_checked("the learning rate was low in many updates")
+        return holds("; ".join(map(_Course.summary, known)))
 
     def end_soon(self) -> bool:
         """Return whether a schedule may end within the updates that are watched."""

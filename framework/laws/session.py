@@ -77,11 +77,16 @@ class LawCheck:
         """Return for each law its name, statement, verdict, evidence, remedy, and the step of the evidence."""
         return [self._result(law) for law in self._laws]
 
-    def write(self, path: Path, tried: int, total: int, trying: str) -> None:
-        """Write the results, the number of laws for each verdict, and the progress of the check."""
+    def write(self, path: Path, tried: int, total: int, trying: str, *, is_ended: bool = False) -> None:
+        """Write the results, the number of laws for each verdict, and the progress of the check.
+
+        ``is_ended`` is set if the check ends the command.
+        """
         results = self.results()
         counts = {verdict: sum(item["verdict"] == verdict for item in results) for verdict in get_args(LawVerdict)}
-        write_json(path, {**counts, "laws": results, "tried": tried, "total": total, "trying": trying})
+        write_json(
+            path, {**counts, "laws": results, "tried": tried, "total": total, "trying": trying, "is_ended": is_ended}
+        )
 
     def _result(self, law: Law) -> dict[str, Any]:
         outcomes = self._outcomes[law.name]

@@ -159,9 +159,10 @@ class TrainingWatch(PassiveListener, Transient):
 
     def _after_update(self, *_: Any) -> None:
         self._depth = 0  # an error in a pass would have left it
-        if not self._is_watching():
+        if not self._is_active():
             return
-        self._judge()
+        if not self._is_stopped:
+            self._judge()
         self._on_update(self._model, self._changes())
         if not self._is_stopped:
             self._copies = {name: item.detach().clone() for name, item in self._tensors().items()}
@@ -209,7 +210,7 @@ class TrainingWatch(PassiveListener, Transient):
         return any(one.is_for_inputs and one.shapes != last.shapes for one in others) and not last.is_for_inputs
 
     def stop(self) -> None:
-        """Watch no longer, and free the copies."""
+        """Watch nothing but the number of updates any longer, and free the copies."""
         self._is_stopped, self._copies, self._newest = True, {}, None
 
     def _is_watching(self) -> bool:

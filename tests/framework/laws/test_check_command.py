@@ -118,6 +118,41 @@ def test_symptoms_follow_causes() -> None:
     assert ordered == [*reversed(broken), "future_is_not_seen"]
 
 
+TWO = """
+import sys
+import torch
+from torch import nn
+
+for steps, parts in ((6, [0, 2]), (int(sys.argv[1]), [0])):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD([item for part in parts for item in model[part].parameters()], 0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(16, 4)).square().mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("steps", "status"), [(2, 0), (6, 1)])
+def test_later_trainings_are_checked(
+    steps: int, status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A later training whose laws were not tried at all steps shows nothing."""
+    (tmp_path / "train.py").write_text(TWO)
+    words = ["--batches", "2", "--laws", "every_parameter_learns", "--json", "--continue"]
+    assert main(["check", *words, "--", sys.executable, str(tmp_path / "train.py"), str(steps)]) == status
+    content = json.loads(capfd.readouterr().out)
+    assert content.get("note", "") == "Laws were also tried in training 2." * status
+    assert [law.get("training", 1) for law in content["laws"]] == [2, 1][1 - status :]
+
+
+def test_end_of_the_command_is_noted(script: str, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--batches", "1", "--laws", "rows_do_not_mix", "--", sys.executable, script, "right"]
+    assert main(["check", *words]) == 0
+    assert "The command was ended here: --continue also tries" in " ".join(capfd.readouterr().out.split())
+
+
 MASTER = """
 import sys
 import torch
@@ -125,7 +160,7 @@ from torch import nn
 
 torch.manual_seed(0)
 model = nn.Linear(4, 3).to(torch.bfloat16)
-copies = [item.detach().float().requires_grad_() for item in model.parameters()]
+copies = [item.detach().float().requires_grad_("plain" not in sys.argv) for item in model.parameters()]
 optimizer = torch.optim.SGD(copies, 0.1)
 for step in range(8):
     model.zero_grad()
@@ -140,9 +175,11 @@ for step in range(8):
 
 
 @pytest.mark.slow
-def test_copies_of_weights_are_trained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", ["leaf", "plain"])
+def test_copies_of_weights_are_trained(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """An optimizer over copies in float32 trains a model in bfloat16."""
-    (tmp_path / "train.py").write_text(MASTER)
-    words = ["--batches", "2", "--laws", "every_parameter_learns", "--", sys.executable, str(tmp_path / "train.py")]
+    path = tmp_path / "train.py"
+    path.write_text(MASTER)
+    words = ["--batches", "2", "--laws", "every_parameter_learns", "--", sys.executable, str(path), kind]
     assert main(["check", *words]) == 0
     assert "holds" in capfd.readouterr().out

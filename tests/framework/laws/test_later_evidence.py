@@ -1,5 +1,6 @@
 """What a training shows between the tries of laws: its files, its schedule, and batches of other lengths."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,30 @@ def test_schedules_that_end_before_the_training(make: Any, updates: int, times: 
 @pytest.mark.parametrize("length", [40, 1000])
 def test_schedules_as_long_as_the_training(length: int) -> None:
     assert course(partial(lr_scheduler.CosineAnnealingLR, T_max=length), 40).problem() == ""
+
+
+def test_schedules_of_whole_trainings_last() -> None:
+    assert course(partial(lr_scheduler.CosineAnnealingLR, T_max=40), 40).outcome().verdict == "holds"
+    assert course(partial(lr_scheduler.StepLR, step_size=5), 18).outcome().verdict == "not checked"
+    assert Schedules().outcome().verdict == "not checked"
+
+
+@pytest.mark.parametrize(("is_complete", "verdict"), [(False, "broken"), (True, "not checked")])
+def test_files_after_the_tries_count(is_complete: bool, verdict: str, tmp_path: Path) -> None:
+    model, optimizer, schedule = trained()
+    options = {"laws": {"only": ["checkpoint_is_complete"], "steps": [1]}}
+    scope = loopscope.attach(
+        model, optimizer, out=tmp_path / "run", display="none", hooks=["laws"], hook_options=options
+    )
+    with scope:
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+            schedule.step()
+        torch.save((of_all if is_complete else without_schedule)(model, optimizer, schedule), tmp_path / "last.pt")
+    results = json.loads((tmp_path / "run" / "laws.json").read_text())
+    assert results["laws"][0]["verdict"] == verdict
 
 
 @pytest.mark.longer
