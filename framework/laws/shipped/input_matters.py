@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...errors import listed
 from ..law import Law, Outcome, broken, holds, not_checked
+from ..lost_inputs import lost_inputs
 from ..rows import UndecidedError, is_mask
 from ..trial import Trial
 from .future_is_not_seen import sees_its_target
@@ -50,7 +51,10 @@ class InputMatters(Law):
 
     name = "input_matters"
     statement = "outputs depend on every input"
-    remedy = "look for detached or unused inputs, and for a layer whose units are all inactive"
+    remedy = (
+        "look for detached or unused inputs, for casts and divisions of whole numbers, and for a layer whose units are "
+        "all inactive"
+    )
     is_persistent = True  # a head that starts at zero hides the inputs at the first step
 
     def check(self, trial: Trial) -> Outcome:
@@ -58,6 +62,8 @@ class InputMatters(Law):
         with suppress(UndecidedError):
             if name := sees_its_target(trial):
                 return broken(f"outputs see {name}, with which the loss compares them: nothing else is needed", {name})
+        if sentence := lost_inputs(trial):
+            return broken(sentence, {"lost"})
         order = torch.arange(trial.rows).roll(1)
         every = trial.with_rows(order)
         different = {
