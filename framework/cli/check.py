@@ -129,15 +129,13 @@ def _all_content(out: Path) -> dict[str, Any]:
 
     A further training whose laws were not tried at all steps shows nothing.
     """
-    content, number = _content(out), 1
-    tried = []
+    content, number, notes = _content(out), 1, list[str]()
     while content and (further := _content(out.with_name(f"{out.name}-{number + 1}"))):
         number += 1
         if further["tried"] >= further["total"]:
-            tried.append(number)
+            notes.append(f"Laws were also tried in training {number}.")
             content["broken"] += further["broken"]
             content["laws"] += [{**law, "training": number} for law in further["laws"] if law["verdict"] == "broken"]
-    notes = [f"Laws were also tried in training {number}." for number in tried]
     if content.get("is_ended"):
         notes.append(
             "The command was ended here: --continue also tries later trainings, and files that are saved later."

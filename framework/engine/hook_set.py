@@ -239,9 +239,10 @@ class HookSet:
         """Leave out the hooks whose changes are rolled back within a step if the first ``batch`` is out of reach.
 
         A batch can be restored if it contains a tensor, or, such as the prompts of a language model, only plain values.
+        An empty one, of a step whose pass was not seen, gives hooks nothing to change.
         Raises :class:`UsageError` if one of them is required.
         """
-        if self._checked_first_batch:
+        if self._checked_first_batch or (isinstance(batch, tuple) and not batch):
             return
         self._checked_first_batch = True
         values = [(value, has_contents) for _, value, has_contents in visited("", batch)]

@@ -218,7 +218,10 @@ class WatchedProcess:
             return
         if ALONE in os.environ and all(item.grad is None for item in parameters_of(optimizer)):
             self._check_lost(optimizer)
-        modules = modules_over(parameters_of(optimizer))
+        parameters = parameters_of(optimizer)
+        modules = modules_over(parameters)
+        if not modules and ALONE in os.environ:  # laws need no pass of a module
+            modules = [UnownedTensors(parameters)]
         if modules:
             self._end_replaced_by(optimizer)
             scope = self._attach(modules[0] if len(modules) == 1 else nn.ModuleList(modules), [optimizer])

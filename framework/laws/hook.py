@@ -27,7 +27,7 @@ from ..hooks import (
 from ..observing import optimizers_over
 from ..state import RandomStreams
 from .law import broken, holds
-from .recording import Recording
+from .recording import Recording, is_function
 from .saved_files import SavedFiles
 from .schedules import Schedules
 from .session import FILE, LEARNS, LawCheck
@@ -133,7 +133,12 @@ class Laws(DebugInterventionHook):
         """Return the taps that record the steps, and watch the first evaluation."""
         if any(kind.__name__ == "LightningModule" for kind in type(model).__mro__):
             self._is_waiting_for_group = False  # Lightning divides the last group of an epoch by the usual number
-        return [StepTap(self._recording), StepTap(self._watch, always=True), StepTap(self._files, always=True)]
+        self._is_function = is_function(model)
+        return [
+            StepTap(self._recording, always=self._is_function),
+            StepTap(self._watch, always=True),
+            StepTap(self._files, always=True),
+        ]
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Try every law."""
@@ -186,7 +191,7 @@ class Laws(DebugInterventionHook):
             self._waits = max(0, self._waits - 1)
             self._write("parameters without a gradient")
         if self._has_seen_all():  # a training that continues pays for its files and its schedule alone
-            self._is_over = True
+            self._is_over, self._recording.weights = True, []
             self._judge_updates()
             self._write("end")
             self._watch.stop()
@@ -271,7 +276,7 @@ class Laws(DebugInterventionHook):
         """Return whether all laws were tried, and the waits for an evaluation and for gradients have ended."""
         if self._end is None:
             return False
-        is_evaluated = EVALUATION not in self._check or self._watch.is_decided
+        is_evaluated = EVALUATION not in self._check or self._watch.is_decided or self._is_function
         is_waiting = bool(self._idle) and self._waits > 0
         if is_waiting and self._waits > MOST_UPDATES - LEAST_WAITS:
             return False

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .recorded_step import DIVISIONS, SCALINGS, Constant, RecordedStep, Value
+from .recorded_step import DIVISIONS, SCALINGS, RecordedStep, Value
 
 SHAPES = {"View", "UnsafeView", "Squeeze", "Unsqueeze", "Transpose", "Permute", "Reshape", "Select", "Slice", "ToCopy"}
 MOST_NODES = 80
@@ -45,19 +45,11 @@ class LossPath:
         while call is not None and call.operation in SCALINGS:
             items = step.items_of(call)
             values = [item for item in items if isinstance(item, Value)]
-            numbers = [
-                step.constants[one.index] if isinstance(one, Constant) else one for one in items if one not in values
-            ]
-            if call.operation in DIVISIONS and numbers and (divisor := _number(numbers[0])):
-                divisions.append(1 / divisor)
+            numbers = [step.number_of(item) for item in items if item not in values]
+            if call.operation in DIVISIONS and any(numbers[:1]):
+                divisions.append(1 / numbers[0])
             call = producers.get(values[0]) if len(values) == 1 else None
         return cls("" if call is None or call.is_pass else call.name, tuple(divisions))
-
-
-def _number(item: Any) -> float:
-    """Return a number, also that of a tensor of shape (); 0 for anything else."""
-    is_number = isinstance(item, (int, float)) or (isinstance(item, Tensor) and not item.ndim)
-    return float(item) if is_number else 0.0
 
 
 def last_functions(values: Tensor) -> list[str]:

@@ -11,17 +11,12 @@ from .recorded_step import RecordedCall, RecordedStep, Value
 from .trial import Trial
 from .values import tensors_within
 
-RANGES = {
-    "Sigmoid": (0.0, 1.0),
-    "Softmax": (0.0, 1.0),
-    "Tanh": (-1.0, 1.0),
-    "Softplus": (0.0, math.inf),
-    "Exp": (0.0, math.inf),
-    "Relu": (0.0, math.inf),
-}
+UNIT, POSITIVE = (0.0, 1.0), (0.0, math.inf)
+RANGES = dict.fromkeys(("Sigmoid", "Softmax"), UNIT) | dict.fromkeys(("Softplus", "Exp", "Relu"), POSITIVE)
+RANGES["Tanh"] = (-1.0, 1.0)
 """The ranges of functions, by the names of their nodes."""
 DISTANCES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
-POWERS, MEANS = {"pow", "square", "abs"}, {"mean", "sum"}
+SUBTRACTIONS, POWERS, MEANS = {"sub", "rsub", "subtract"}, {"pow", "square", "abs"}, {"mean", "sum"}
 LEAST_OUTSIDE = 0.2
 """The part of the targets that must be out of range, since noise also moves targets there."""
 MARGIN, MARGIN_OF_HALF = 0.05, 0.25
@@ -58,8 +53,7 @@ def unreachable_targets(trial: Trial) -> str:
 
 
 def _outside(target: Tensor, low: float, high: float) -> float:
-    is_bounded = math.isfinite(high)
-    margin = MARGIN * (high - low) if is_bounded else MARGIN_OF_HALF * float(target.std())
+    margin = MARGIN * (high - low) if math.isfinite(high) else MARGIN_OF_HALF * float(target.std())
     return float(((target < low - margin) | (target > high + margin)).double().mean())
 
 
@@ -68,20 +62,11 @@ def _differences(step: RecordedStep) -> list[RecordedCall]:
 
     In the density of a normal distribution, whose values lie beyond its mean, a division follows.
     """
-    users: dict[Value, list[RecordedCall]] = {}
-    for call in step.calls:
-        for item in step.items_of(call):
-            if isinstance(item, Value):
-                users.setdefault(item, []).append(call)
+    producers = {value: call for call in step.calls for value in call.results}
 
-    def next_of(call: RecordedCall) -> list[RecordedCall]:
-        return [one for result in call.results for one in users.get(result, [])]
+    def before(call: RecordedCall, names: set[str]) -> list[RecordedCall]:
+        made = [producers[item] for item in step.items_of(call) if isinstance(item, Value) and item in producers]
+        return [one for one in made if one.operation in names]
 
-    return [
-        call
-        for call in step.calls
-        if call.operation in ("sub", "rsub", "subtract")
-        and any(
-            one.operation in POWERS and any(two.operation in MEANS for two in next_of(one)) for one in next_of(call)
-        )
-    ]
+    means = [call for call in step.calls if call.operation in MEANS]
+    return [one for mean in means for power in before(mean, POWERS) for one in before(power, SUBTRACTIONS)]

@@ -149,6 +149,8 @@ class RecordedStep:
     """Calls that compute constants of the loss from other constants, such as class weights from targets."""
     origins: dict[int, Derived] = field(default_factory=dict)
     """The results of derivations that are constants of calls, by the index of the constant."""
+    weights: frozenset[int] = frozenset()
+    """The constants that are weights of a model that is no module, or masks and positions in it."""
     factors: tuple[float, ...] = ()
     """The numbers by which the loss was multiplied last, such as 1 / 4 for ``loss / 4``; outermost first."""
 
@@ -186,14 +188,19 @@ class RecordedStep:
         found = []
         for call in self.calls:
             for item in () if call.is_pass or call.operation not in SCALINGS else self.items_of(call):
-                value = self.constants[item.index] if isinstance(item, Constant) else item
-                is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim)
-                if is_number and float(value):
-                    found.append((call.operation, float(value)))
+                if number := self.number_of(item):
+                    found.append((call.operation, number))
         return found
 
+    def number_of(self, item: Any) -> float:
+        """Return a number among the arguments of a call, also that of a tensor of shape (); 0 for anything else."""
+        value = self.constants[item.index] if isinstance(item, Constant) else item
+        is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim)
+        return float(value) if is_number else 0.0
+
     def _constants_of(self, calls: Sequence[RecordedCall]) -> set[int]:
-        return {item.index for call in calls for item in _items(call.arguments) if isinstance(item, Constant)}
+        found = {item.index for call in calls for item in _items(call.arguments) if isinstance(item, Constant)}
+        return found - self.weights
 
     def replay(
         self,
@@ -241,7 +248,7 @@ class RecordedStep:
             values.update(zip(call.results, found, strict=False))
             if call.is_pass:
                 remaining -= 1
-                seen += found
+                seen += [item for value, item in zip(call.results, found, strict=False) if value in self.outputs]
         loss = values.get(self.loss) if self.loss is not None else None
         return Replay(seen, loss if loss is not None else torch.tensor(float("nan")))
 
@@ -283,6 +290,42 @@ class RecordedStep:
                 needed |= {item for item in _items(call.arguments) if isinstance(item, Derived)}
                 kept.append(call)
         self.derivations = kept[::-1]
+
+    def split(self, weights: set[int], made: Mapping[Value, Tensor]) -> None:
+        """Take the calls up to the last one that combines weights with data as passes, and drop those without use.
+
+        Args:
+            weights: the ids of the weights.
+            made: the tensors of all values.
+        """
+        needed: set[Any] = {self.loss}
+        kept = []
+        for call in reversed(self.calls):
+            if needed & {*call.results}:
+                needed |= {item for item in _items(call.arguments) if isinstance(item, Value)}
+                kept.append(call)
+        self.calls = kept[::-1]
+        own = (index for index, item in enumerate(self.constants) if id(item) in weights or _is_structure(item))
+        self.weights = frozenset(own)
+        known: set[Any] = {Constant(index) for index in self.weights}
+        """Weights, and values of weights alone."""
+        last = -1
+        for place, call in enumerate(self.calls):
+            items = [item for item in _items(call.arguments) if isinstance(item, (Constant, Value))]
+            if all(item in known for item in items):
+                known.update(call.results)
+            elif any(item in known for item in items) and any(made[item].ndim for item in call.results):
+                last = place
+        for call in self.calls[: last + 1]:
+            call.is_pass = True
+        later = {item for call in self.calls[last + 1 :] for item in _items(call.arguments) if isinstance(item, Value)}
+        given = {item for call in self.passes for item in call.results} & later
+        self.outputs = {item: _copy(made[item]) for item in given}
+        after = {item for call in self.calls[last + 1 :] for item in call.results}
+        self.shapes = {tuple(made[item].shape) for item in given | after}
+        others = [item for index, item in enumerate(self.constants) if index not in self.weights]
+        if not self.outputs or any(item.grad_fn is not None for item in others):
+            self.problem = "the calls from the weights to the loss were not all seen"
 
     def verify(self) -> None:
         """Note a problem unless a replay of the calls from the recorded outputs computes the same bits."""
@@ -328,6 +371,20 @@ class StepRecorder(TorchFunctionMode):
         """The number of running passes of other modules with parameters, such as teachers."""
         self._depth = 0
         self._streams: Any = None
+        self._weights: set[int] = set()
+        """The ids of the weights of a model that is no module."""
+        self._made: dict[Value, Tensor] = {}
+
+    def begin_calls(self, weights: Sequence[Tensor], streams: Any) -> None:
+        """Record all calls from here to the loss, of a model that is no module but has these weights.
+
+        After a backward pass, this is still the active mode.
+        """
+        is_active = bool(self._weights) and bool(self.steps)
+        self.forget()
+        self._weights, self._step = set(map(id, weights)), RecordedStep(streams=streams)
+        if not is_active:
+            self._enter()
 
     def begin_pass(self, streams: Any) -> None:
         """Note the start of a pass, with the random streams at that time."""
@@ -345,7 +402,7 @@ class StepRecorder(TorchFunctionMode):
     ) -> None:
         """Record a pass, and all calls after it; ``is_whole`` is set for the model itself, not for a part of it."""
         if is_whole and not self._depth:  # the start of this pass was not seen, so its parts were taken for passes
-            self._forget()
+            self.forget()
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return
@@ -374,11 +431,14 @@ class StepRecorder(TorchFunctionMode):
         step.loss_value = None if root is None else _copy(root)
         step.factors = () if root is None else factors_of(root)
         step.forget_unused()
+        if self._weights:
+            step.split(self._weights, self._made)
         self.steps.append(step)
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
-        self._step = None
+    def forget(self) -> None:
+        """Drop the open step."""
+        self._step, self._made = None, {}
         self._values, self._constants, self._inputs, self._derived, self._kept = {}, {}, {}, {}, []
         self.foreign_depth = 0
         self._blank = set()
@@ -386,7 +446,7 @@ class StepRecorder(TorchFunctionMode):
     def stop(self) -> None:
         """Drop what was recorded, and stop being a function mode."""
         self.steps, self._depth = [], 0
-        self._forget()
+        self.forget()
         self.leave()
 
     def _enter(self) -> None:
@@ -417,7 +477,7 @@ class StepRecorder(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch, and record it if it depends on outputs of the model."""
         options = kwargs or {}
-        if self._step is None or self._depth:
+        if self._step is None or self._depth or (self._weights and not torch.is_grad_enabled()):
             return func(*args, **options)
         tensors = tensors_within((args, options))
         name = getattr(func, "__name__", "")
@@ -527,7 +587,7 @@ class StepRecorder(TorchFunctionMode):
             value = self._values[id(tensor)] = Value(self._count)
             self._blank.discard(id(tensor))
             self._count += 1
-            self._kept.append(tensor)
+            self._made[value] = tensor
             values.append(value)
             if self._step is not None:
                 with torch._C.DisableTorchFunction():
@@ -545,6 +605,14 @@ def _writes(name: str, options: Mapping[str, Any]) -> bool:
     """Return whether a function of this name changes one of its arguments."""
     is_method = name.endswith("_") and not name.endswith("__")
     return is_method or name.startswith("__i") or name == "__setitem__" or options.get("out") is not None
+
+
+def _is_structure(tensor: Tensor) -> bool:
+    """Return whether a tensor is a square mask, or numbers the positions of a sequence."""
+    table = tensor.detach().squeeze()
+    if table.ndim == 2:
+        return table.shape[0] == table.shape[1] and len(table.unique()) < 3
+    return table.ndim == 1 and bool((table == torch.arange(len(table), device=table.device)).all())
 
 
 def factors_of(root: Tensor) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..isolation import VISITS
 from ..observing import PassiveListener, listen, stop_listening
@@ -35,6 +35,8 @@ class Recording(PassiveListener, Transient):
         """The ids of the modules whose outermost calls are passes: a loop may call parts of the model alone."""
         self._is_active: Callable[[], bool] = bool
         self._is_updated = False
+        self.weights: list[Tensor] = []
+        """The weights of a model that is no module, whose calls are recorded from one update to the next."""
 
     @property
     def steps(self) -> list[RecordedStep]:
@@ -43,6 +45,8 @@ class Recording(PassiveListener, Transient):
 
     def leave(self) -> None:
         """End the recording of calls, after the backward pass."""
+        if self.weights:
+            self._recorder.forget()
         self._recorder.leave()
 
     def clear(self) -> None:
@@ -55,11 +59,13 @@ class Recording(PassiveListener, Transient):
         self._model = model
         self._modules = {id(item) for item in model.modules() if _computes(item)}
         self._is_active = is_active
+        self.weights = [*model.parameters()] if is_function(model) else []
         self._recorder.note_streams(self._streams.save())  # the pass may have begun, which brought this call about
         registrations = (
             partial(register_module_forward_pre_hook, self._before_pass),
             partial(register_module_forward_hook, self._after_pass, with_kwargs=True),
             partial(register_optimizer_step_pre_hook, self._before_update),
+            partial(register_optimizer_step_post_hook, self._after_update),
         )
         with registered(*registrations, listener=self):
             try:
@@ -88,8 +94,18 @@ class Recording(PassiveListener, Transient):
             self._recorder.foreign_depth = max(0, self._recorder.foreign_depth - 1)
 
     def _before_update(self, *_: Any) -> None:
-        self._recorder.leave()
+        self.leave()
         self._is_updated = True
+
+    def _after_update(self, *_: Any) -> None:
+        if self.weights:
+            self.clear()
+            self.after_backward(())
+
+    def after_backward(self, roots: Sequence[Tensor]) -> None:
+        """Begin the next micro-batch of a model that is no module."""
+        if self.weights and self._is_active():
+            self._recorder.begin_calls(self.weights, self._streams.save())
 
     def before_backward(self, roots: Sequence[Tensor]) -> None:
         """End a micro-batch."""
@@ -98,7 +114,7 @@ class Recording(PassiveListener, Transient):
 
     def on_gradients_used(self, gradients: Sequence[Tensor]) -> None:
         """End the recording of calls."""
-        self._recorder.leave()
+        self.leave()
 
 
 @contextmanager
@@ -118,6 +134,11 @@ def registered(*registrations: Callable[[], Any], listener: PassiveListener | No
                 handle.remove()
                 # torch leaves this entry, because of which it warns at calls of compiled modules.
                 _global_forward_hooks_with_kwargs.pop(getattr(handle, "id", -1), None)
+
+
+def is_function(model: nn.Module) -> bool:
+    """Return whether a model has weights alone, which functions of the script use."""
+    return type(model).forward is nn.Module.forward and next(model.children(), None) is None
 
 
 def _computes(module: nn.Module) -> bool:

@@ -61,7 +61,7 @@ class Rows:
         )
         for index, tensor in enumerate(step.constants):
             is_place = is_new and index not in inputs and not _are_positions(tensor, count)
-            if index in tables or (is_place and _is_same(earlier[index], tensor)):
+            if index in tables | step.weights or (is_place and _is_same(earlier[index], tensor)):
                 continue
             layout = _layout(tensor, count, dimension, step, inputs, is_input=index in inputs)
             if layout is not None:

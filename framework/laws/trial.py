@@ -26,6 +26,7 @@ MOVES = 6
 """Moved copies of the weights from which the noise of rounding is measured."""
 TIMES_NOISE = 3.0
 """A difference beyond this multiple of the largest noise breaks a law."""
+STATISTICS = {"batch_norm", "mean", "std", "var", "std_mean", "var_mean"}
 LEAST_PART = 1e-4
 """The part of a gradient that a difference must be as well: kernels of other shapes may sum in another order, which
 moved weights do not show, and mistakes change percents."""
@@ -106,7 +107,7 @@ class Trial:
         names: dict[int, str] = {}
         for call in self.step.passes:
             inputs, options = call.arguments.entries
-            with suppress(TypeError, ValueError):  # a function that is not written in Python
+            with suppress(AttributeError, TypeError, ValueError):  # a function, perhaps not written in Python
                 forward = call.function.forward  # type: ignore[attr-defined]
                 bound = signature(forward).bind(*inputs.entries, **options.entries).arguments
                 for name, value in (leaf for key, item in bound.items() for leaf in leaves_by_name(item, key)):
@@ -356,6 +357,11 @@ class Trial:
         if dist.is_available() and dist.is_initialized():
             pairs.add((self.rows, self.rows * dist.get_world_size()))
         return any(shape[-2:] in pairs for shape in self.step.shapes)
+
+    @property
+    def may_use_statistics(self) -> bool:
+        """Whether functions of a model that is no module compute means, which may be those of the batch by design."""
+        return bool(self.step.weights) and any(call.name in STATISTICS for call in self.step.passes)
 
     def normalisations(self) -> list[nn.Module]:
         """Return the batch normalisations that use the statistics of the batch, by which rows depend on each other."""

@@ -1,9 +1,8 @@
 """The law that every trainable parameter gets a gradient and moves."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
-from torch.optim import Optimizer
 
 from ...errors import listed
 from ...observing import optimizers_over
@@ -37,7 +36,8 @@ class EveryParameterLearns(Law):
         rates = [
             float(group["lr"]) for optimizer in trial.optimizers for group in optimizer.param_groups if "lr" in group
         ]
-        owned = {id(item) for one in trial.optimizers for group in one.param_groups for item in group["params"]}
+        copies = _owned(trial)
+        owned = set(map(id, copies))
         still: set[str] = set()
         if trial.optimizers and any(rates):
             with trial.branch():
@@ -51,7 +51,7 @@ class EveryParameterLearns(Law):
         if stray := _stray_leaves(trial):
             shapes = listed([str(tuple(leaf.shape)) for leaf in stray], 3)
             return broken(f"parameters of no module of the model, shapes {shapes}: in no optimizer", {"stray"})
-        idle = (without | still) - _with_copies(parameters, trial.optimizers)
+        idle = (without | still) - _with_copies(parameters, owned, copies)
         if not idle:
             return holds()
         lost = sorted(name for name in idle if id(parameters[name]) not in owned)
@@ -62,24 +62,32 @@ class EveryParameterLearns(Law):
         return broken(f"{listed(names, 3)}: {reason}", subjects)
 
 
-def _with_copies(parameters: Mapping[str, torch.Tensor], optimizers: Iterable[Optimizer]) -> set[str]:
+def _owned(trial: Trial) -> list[torch.Tensor]:
+    """Return the parameters of the optimizers."""
+    return [item for one in trial.optimizers for group in one.param_groups for item in group["params"]]
+
+
+def _with_copies(
+    parameters: Mapping[str, torch.Tensor], owned: Collection[int], copies: Iterable[torch.Tensor]
+) -> set[str]:
     """Return the parameters of which an optimizer trains copies, such as those in float32 of weights in bfloat16."""
-    owned = [item for one in optimizers for group in one.param_groups for item in group["params"]]
-    ids = set(map(id, owned))
-    copies = [item.detach() for item in owned]
     return {
         name
         for name, item in parameters.items()
-        if id(item) not in ids
-        and any(one.shape == item.shape and torch.equal(one.to(item.dtype), item.detach()) for one in copies)
+        if id(item) not in owned
+        and any(one.shape == item.shape and torch.equal(one.detach().to(item.dtype), item.detach()) for one in copies)
     }
+
+
+def _is_weight(trial: Trial, leaf: torch.Tensor) -> bool:
+    """Return whether a leaf is no input; of a model that is no module, any leaf that has no entry for each row."""
+    return isinstance(leaf, torch.nn.Parameter) or (bool(trial.step.weights) and leaf.shape[:1] != (trial.rows,))
 
 
 def _stray_leaves(trial: Trial) -> list[torch.Tensor]:
     """Return parameters that the loss depends on, and neither the model nor an optimizer has."""
     if trial.step.problem:
         return []
-    owned = {id(item) for one in trial.optimizers for group in one.param_groups for item in group["params"]}
-    known = owned | {id(item) for item in trial.model.parameters()}
-    stray = [leaf for leaf in trial.leaves() if id(leaf) not in known and isinstance(leaf, torch.nn.Parameter)]
+    known = {*map(id, _owned(trial)), *map(id, trial.model.parameters())}
+    stray = [leaf for leaf in trial.leaves() if id(leaf) not in known and _is_weight(trial, leaf)]
     return [leaf for leaf in stray if not optimizers_over([leaf])]  # of another training, such as a discriminator's

@@ -111,6 +111,8 @@ def _is_of_batch(trial: Trial) -> str:
         return "the model returns a number of the whole batch, such as how its experts are balanced"
     if name := adds_sorted_rows(trial):
         return f"the loss adds up sorted rows in their order by design ({name})"
+    if trial.may_use_statistics:
+        return "functions may normalise by the mean of the batch by design"
     if trial.layout.is_joined:
         return "the loss gets the targets of all rows joined"
     if _is_ratio(trial):

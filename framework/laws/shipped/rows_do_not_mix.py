@@ -25,7 +25,10 @@ class RowsDoNotMix(Law):
             count = trial.rows
         except UndecidedError:
             return self._of_groups(trial, Groups.of(trial.step))
-        return self._of_rows(trial, count)
+        outcome = self._of_rows(trial, count)
+        if outcome.verdict == "broken" and trial.may_use_statistics:
+            return not_checked("functions may normalise by the mean of the batch by design")
+        return outcome
 
     def _of_rows(self, trial: Trial, count: int) -> Outcome:
         """Change the first row, and compare the outputs of all others."""
