@@ -611,7 +611,7 @@ def _is_structure(tensor: Tensor) -> bool:
     """Return whether a tensor is a square mask, or numbers the positions of a sequence."""
     table = tensor.detach().squeeze()
     if table.ndim == 2:
-        return table.shape[0] == table.shape[1] and len(table.unique()) < 3
+        return table.shape[0] == table.shape[1] and len(torch.unique(table)) < 3
     return table.ndim == 1 and bool((table == torch.arange(len(table), device=table.device)).all())
 
 
