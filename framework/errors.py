@@ -125,10 +125,8 @@ def source_location(function: Callable[..., Any]) -> str:
 
 def _short_path(path: str) -> str:
     """Return a path relative to the current folder, or the file name if it is outside."""
-    try:
-        return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else os.path.basename(path)
-    except OSError:  # the current folder was removed
-        return os.path.basename(path)
+    shown = short_path(path)
+    return shown if shown != path else os.path.basename(path)
 
 
 def describe_error(error: BaseException) -> str:

@@ -39,18 +39,14 @@ def end_at_signals() -> None:
 
 def raise_at_ctrl_c() -> None:
     """Let Ctrl-C raise ``KeyboardInterrupt`` again, once a command does work that it must clean up."""
-    _restore(signal.SIGINT)
+    raise_by_default(signal.SIGINT)
 
 
-def raise_by_default() -> None:
-    """Undo :func:`end_at_signals`."""
-    for number in _DEFAULTS:
-        _restore(number)
-
-
-def _restore(number: signal.Signals) -> None:
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(number) == end_process:
-        signal.signal(number, _DEFAULTS[number])
+def raise_by_default(*numbers: signal.Signals) -> None:
+    """Undo :func:`end_at_signals`, for all signals or for some."""
+    for number in numbers or _DEFAULTS:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) == end_process:
+            signal.signal(number, _DEFAULTS[number])
 
 
 def is_partly_imported(package: str) -> bool:

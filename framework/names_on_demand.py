@@ -14,11 +14,8 @@ def names_on_demand(package: str) -> Callable[[str], Any]:
     Importing the package then imports none of its modules, most of which import torch, which takes over a second. The
     names come from the import statements that type checkers read, so that no second table can differ from them.
     """
-    statements = [
-        node
-        for node in ast.walk(ast.parse(inspect.getsource(sys.modules[package])))
-        if isinstance(node, ast.ImportFrom)
-    ]
+    interface = ast.parse(inspect.getsource(sys.modules[package]))
+    statements = [node for node in ast.walk(interface) if isinstance(node, ast.ImportFrom)]
     modules = {alias.name: f"{'.' * node.level}{node.module}" for node in statements for alias in node.names}
 
     def imported(name: str) -> Any:

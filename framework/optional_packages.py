@@ -1,7 +1,7 @@
 """Packages that only parts of loopscope need: the check that they are installed, and the command that installs them."""
 
 import re
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 
 from .errors import UsageError
@@ -14,9 +14,16 @@ def require_package(package: str, needed_by: str) -> None:
     """
     spec = find_spec(package)
     if spec is None or spec.origin is None:
-        raise UsageError(
-            f"{needed_by} needs the package {package}, which is not installed: {install_command(package)}."
-        )
+        command = install_command(package)
+        raise UsageError(f"{needed_by} needs the package {package}, which is not installed: {command}.")
+
+
+def installed_version(package: str) -> str:
+    """Return the version of a package, or "not installed"."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def extra_command(extra: str) -> str:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -18,26 +19,22 @@ class NameTakenError(UsageError):
     """Two classes have the same name."""
 
 
+@dataclass(eq=False, repr=False)
 class Registry(Generic[Entry]):
     """Classes by their unique ``name``."""
 
-    def __init__(
-        self,
-        kind: str,
-        entry_point_group: str,
-        check: Callable[[Entry], None],
-        base: type[Any] | None = None,
-        on_demand: Mapping[str, str] = {},
-    ) -> None:
-        self._kind = kind
-        self._group = entry_point_group
-        self._check = check
-        self._on_demand = on_demand
-        """Modules by the name of an entry that only :meth:`get` finds, and that their import registers."""
-        self.base = base  # errors point out unregistered subclasses of it
-        self._entries: dict[str, Entry] = {}
-        self._broken: dict[str, str] = {}
-        self._discovered = False
+    kind: str
+    group: str
+    """The group of entry points of installed packages."""
+    check: Callable[[Entry], None]
+    """Raises an error for a class that cannot be registered."""
+    base: type[Any] | None = None
+    """Errors point out unregistered subclasses of it."""
+    on_demand: Mapping[str, str] = field(default_factory=dict)
+    """Modules by the name of an entry that only :meth:`get` finds, and that their import registers."""
+    _entries: dict[str, Entry] = field(default_factory=dict, init=False)
+    _broken: dict[str, str] = field(default_factory=dict, init=False)
+    _discovered: bool = field(default=False, init=False)
 
     def register(self, entry: Entry) -> Entry:
         """Add a class; usable as a decorator.
@@ -47,12 +44,12 @@ class Registry(Generic[Entry]):
         Raises:
             UsageError: for an invalid class, or a name that another class has.
         """
-        self._check(entry)
+        self.check(entry)
         present = self._entries.get(entry.name)
         is_redefined = present is not None and is_interactive(entry) and qualified(present) == qualified(entry)
         if present is not None and present is not entry and not is_redefined:
             raise NameTakenError(
-                f"Two {self._kind}s are named {entry.name!r}: {qualified(present)} and {qualified(entry)}; "
+                f"Two {self.kind}s are named {entry.name!r}: {qualified(present)} and {qualified(entry)}; "
                 f"rename one of them ({where(present)}, {where(entry)})."
             )
         self._entries[entry.name] = entry
@@ -79,7 +76,7 @@ class Registry(Generic[Entry]):
         if self._discovered:
             return
         self._discovered = True
-        for point in _entry_points(*sys.path).select(group=self._group):
+        for point in _entry_points(*sys.path).select(group=self.group):
             try:
                 self.register(point.load())
             except NameTakenError:
@@ -87,14 +84,14 @@ class Registry(Generic[Entry]):
                 raise
             except (Exception, SystemExit) as error:
                 reason = str(error) if isinstance(error, UsageError) else f"{with_lines(error)}."
-                self._broken[point.name] = f"The {self._kind} {point.name!r} of {point.value} cannot be used. {reason}"
+                self._broken[point.name] = f"The {self.kind} {point.name!r} of {point.value} cannot be used. {reason}"
                 warn(self._broken[point.name], stacklevel=3)
 
     def get(self, name: str, *, keywords: Sequence[str] = ()) -> Entry:
         """Return the class called ``name``; raises :class:`UsageError` with the nearest name or keyword."""
         self.discover()
-        if name in self._on_demand:
-            import_module(self._on_demand[name])
+        if name in self.on_demand:
+            import_module(self.on_demand[name])
         if name in self._entries:
             return self._entries[name]
         if name in self._broken:
@@ -102,9 +99,9 @@ class Registry(Generic[Entry]):
         unregistered = [entry for entry in _subclasses(self.base) if vars(entry).get("name") == name]
         if unregistered:  # the newest one, since a notebook may define a class several times
             newest = unregistered[-1]
-            advice = f"put @{self._kind.capitalize()}Registry.register above the class {qualified(newest)}"
-            raise UsageError(f"The {self._kind} {name!r} is not registered: {advice} ({where(newest)}).")
-        raise unknown(self._kind, name, [*self._entries, *keywords])
+            advice = f"put @{self.kind.capitalize()}Registry.register above the class {qualified(newest)}"
+            raise UsageError(f"The {self.kind} {name!r} is not registered: {advice} ({where(newest)}).")
+        raise unknown(self.kind, name, [*self._entries, *keywords])
 
     def __iter__(self) -> Iterator[Entry]:
         """Iterate over the classes, sorted by name."""
@@ -142,6 +139,5 @@ def qualified(entry: type) -> str:
 def where(thing: Any) -> str:
     """Return the file and line of a class or function, such as ``mine.py:16``, or its module if they are unknown."""
     thing = getattr(thing, "__func__", thing)
-    return (
-        source_location(thing).partition(" in ")[0] or f"module {getattr(thing, '__module__', type(thing).__module__)}"
-    )
+    module = getattr(thing, "__module__", type(thing).__module__)
+    return source_location(thing).partition(" in ")[0] or f"module {module}"

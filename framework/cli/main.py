@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
 from types import TracebackType
 from typing import Any, TextIO
@@ -61,8 +60,10 @@ def main(arguments: Sequence[str] | None = None, *, packages: str | Sequence[str
         print(USAGE, end="")  # noqa: T201
         return 0
     if words[0] == "--version":
-        torch, numpy = _installed("torch"), _installed("numpy")
-        print(f"loopscope {_installed('loopscope')}, python {python_version()}, torch {torch}, numpy {numpy}")  # noqa: T201
+        from ..optional_packages import installed_version
+
+        torch, numpy = installed_version("torch"), installed_version("numpy")
+        print(f"loopscope {installed_version('loopscope')}, python {python_version()}, torch {torch}, numpy {numpy}")  # noqa: T201
         return 0
     if words[0] in ("watch", "check", "equal"):
         # Nothing slow is imported: the first replaces this process, the others start some.
@@ -159,10 +160,3 @@ def without_traceback(default_hook: Excepthook) -> Excepthook:
         default_hook(kind, error, trace)
 
     return excepthook
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
