@@ -443,9 +443,7 @@ class AttachedLoop:
             },
             "provenance": {**read_provenance(), **self.origin} if self.ranks.is_main else {},
         }
-        return planned_record(
-            self._hooks, options.on_hook_error, options.audit_hooks, options.reference, options.compiled, **fields
-        )
+        return planned_record(self._hooks, options, options.reference, **fields)
 
     @property
     def plan(self) -> EpochPlan:

@@ -208,13 +208,10 @@ def as_experiment_fault(error: BaseException) -> InvalidExperimentError | None:
     if isinstance(error, InvalidExperimentError) or not frames or raised_in_user_code(error):
         return error if isinstance(error, InvalidExperimentError) else None
     runner, method, reason = frames[-1]["runner"], frames[-1]["method"], shortened(str(error), 200).rstrip(".")
-    if type(runner).__module__.startswith("loopscope.") or isinstance(error, LoopscopeError):
+    is_of_loopscope = type(runner).__module__.startswith("loopscope.") or isinstance(error, LoopscopeError)
+    if is_of_loopscope or not isinstance(error, Exception):
         return None
-    return (
-        unfit_error(runner, f"raised {type(error).__name__}: {reason}.", method)
-        if isinstance(error, Exception)
-        else None
-    )
+    return unfit_error(runner, f"raised {type(error).__name__}: {reason}.", method)
 
 
 def _short_repr(value: object) -> str:

@@ -90,9 +90,8 @@ def _change(path: Path, entry: Mapping[str, Any], read: Collection[str]) -> Chan
     except OSError as error:
         return Change(f"{path} cannot be read: {error.strerror}; {restore}.")
     if extra := status.st_size - size:
-        return Change(
-            f"{path} was extended: the {extra:,} bytes after those of the run are not its own.", is_damage=False
-        )
+        sentence = f"{path} was extended: the {extra:,} bytes after those of the run are not its own."
+        return Change(sentence, is_damage=False)
     return None
 
 

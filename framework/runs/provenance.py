@@ -56,14 +56,8 @@ def _git(folder: Path, *words: str) -> str | None:
     """Return what a git command prints; ``None`` if it fails."""
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # status would otherwise refresh the index
     try:
-        result = subprocess.run(
-            ["git", "-C", str(folder), *words],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            env=environment,
-            check=True,
-        )
+        command = ["git", "-C", str(folder), *words]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment, check=True)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
     return result.stdout

@@ -176,15 +176,19 @@ def read_status(folder: Path) -> str | None:
     return str(checked_fields(read_json(path), {"status": str}, path)["status"]) if path_exists(path) else None
 
 
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return the content of the summary of the run in ``folder``; empty without one."""
+    path = folder / SUMMARY
+    return read_json(path) if path_exists(path) else {}
+
+
 def read_left_out(folder: Path) -> dict[str, str]:
     """Return the reasons of the hooks that the run in ``folder`` left out, by name; empty without a summary.
 
     Raises:
         UsageError: for a summary that cannot be read.
     """
-    path = folder / SUMMARY
-    content = read_json(path) if path_exists(path) else {}
-    left_out = content.get("hooks_left_out") if isinstance(content, Mapping) else None
+    left_out = read_summary(folder).get("hooks_left_out")
     return {str(name): str(reason) for name, reason in left_out.items()} if isinstance(left_out, Mapping) else {}
 
 
@@ -194,15 +198,20 @@ def read_outcome(folder: Path) -> Mapping[str, Any] | None:
     return checked_fields(read_json(path), hints, path) if path_exists(path) else None
 
 
+def read_last_step(folder: Path) -> int | None:
+    """Return the last step that the run in ``folder`` began, ``None`` without a summary."""
+    outcome = read_outcome(folder)  # a failed run failed in the step after its last completed one
+    return None if outcome is None else int(outcome["steps"] + (outcome["status"] not in TRAINED))
+
+
 def read_initial(folder: Path) -> Mapping[str, Any]:
     """Return the evaluation before the first step of the run in ``folder``; empty if the run has no summary.
 
     Raises:
         UsageError: for a summary that cannot be read.
     """
-    path = folder / SUMMARY
-    summary = {"initial": {}} | (read_json(path) if path_exists(path) else {})
-    return dict(checked_fields(summary, {"initial": Mapping[str, Any]}, path)["initial"])
+    summary = {"initial": {}} | read_summary(folder)
+    return dict(checked_fields(summary, {"initial": Mapping[str, Any]}, folder / SUMMARY)["initial"])
 
 
 def read_completed(folder: Path) -> dict[str, Any] | None:
@@ -213,9 +222,8 @@ def read_completed(folder: Path) -> dict[str, Any] | None:
     """
     if read_status(folder) not in TRAINED:
         return None
-    path = folder / SUMMARY
-    summary = read_json(path)
-    checked_fields(summary, get_type_hints(Completed), path)
+    summary = read_summary(folder)
+    checked_fields(summary, get_type_hints(Completed), folder / SUMMARY)
     return summary
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..durable_files import path_exists, plain_json, read_tensors
-from ..errors import UsageError, listed
+from ..errors import UsageError, listed, require
 from ..option_words import option_text
 from .config import ExperimentConfig
 from .file_manifest import refuse_damage
@@ -43,10 +43,8 @@ def find_reference(
     """
     if given is None:
         return next((path for path in earlier if path.is_file()), None)
-    if not path_exists(given):
-        raise UsageError(
-            f"{option_text('reference', given)} does not exist; it takes a file of final weights or a run's folder."
-        )
+    shown = option_text("reference", given)
+    require(path_exists(given), f"{shown} does not exist; it takes a file of final weights or a run's folder.")
     if given.is_file():
         return given
     folders, same = (given / strategy, given / experiment / strategy), seed_name(str(seed))
@@ -60,7 +58,7 @@ def find_reference(
         other_seeds = f" Folders of other seeds: {listed(list(dict.fromkeys(seeds)))}." if seeds else ""
         expected = f"{weights_name('*')}, {' or '.join(str(place.relative_to(given)) for place in places[:2])}"
         raise UsageError(
-            f"{option_text('reference', given)} has no final weights of strategy {strategy!r}: neither it nor {same} "
+            f"{shown} has no final weights of strategy {strategy!r}: neither it nor {same} "
             f"contains {expected}.{other_seeds}"
         )
     return file

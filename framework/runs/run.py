@@ -1,11 +1,13 @@
 """The life cycle of a run in any loop: the lock of its folder, the start of its hooks, its record and its summary."""
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from traceback import format_exception
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -19,14 +21,14 @@ from ..hooks import ENDLESS, MetricSink, RunInfo, TrainingHook
 from ..hooks.selection import ConfiguredHook
 from ..loops import NoProgress, Progress
 from ..state import TrainingState, optimizers_of
-from ..training import TrainingTask
+from ..training import TrainingTask, peak_memory
 from .budgets import budget_settings
 from .checks import check_device
 from .config import RunSettings
-from .records import RunRecord
+from .records import INCOMPLETE, RunRecord
 from .run_folder import RunFolder
 from .run_history import read_history
-from .summaries import build_summary
+from .summaries import deltas, model_size
 
 
 class Display:
@@ -193,14 +195,7 @@ class Run:
         began, ended = self.training_started_at, self.training_ended_at
         training = 0.0 if began is None else (now if ended is None else ended) - began
         seconds = {"total": now - self._created_at, "training": training}
-        manager, record, path = self.manager, self.record, self.folder.path
-        loop, compared, history = manager.state.loop, self.compared_metrics, self.diagnosis.history
-        epochs = max(1, loop.epoch) if manager.counts_epochs else 0
-        losses, is_partial = history.recent_losses, loop.running_loss is not None
-        # An error may end a run within a step, whose loss is not known.
-        last = loop.step if status == "completed" else losses.newest_step or loop.step
-        loss = losses.final_loss(last, loop.epoch_loss, epochs, is_partial=is_partial)
-        self.summary = build_summary(manager, record, path, status, error, seconds, final, self.initial, compared, loss)
+        self.summary = self._content(status, error, seconds, final)
         self.summary["sample"] = None if sample is None else str(sample)
         self.diagnosis.history.status = status
         diagnosis = diagnose(self.diagnosis.history)
@@ -211,6 +206,59 @@ class Run:
         finally:
             self.display.strategy_ended(self.summary)
         return self.summary
+
+    def _content(
+        self, status: str, error: BaseException | None, seconds: Mapping[str, float], final: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Return the summary of the run up to now, without its sample and its findings."""
+        manager, record = self.manager, self.record
+        loop, metrics = manager.state.loop, manager.delivery.last()
+        sink_errors = manager.delivery.sink_errors
+        rate = None if loop.step_lr is None else float(loop.step_lr)
+        is_incomplete = status == "completed" and any(error["lost_rows"] for error in sink_errors)
+        summary: dict[str, Any] = {
+            "experiment": record.experiment,
+            "strategy": record.strategy,
+            "status": INCOMPLETE if is_incomplete else status,
+            "error": None if error is None else with_lines(error),
+            "traceback": None if error is None else "".join(format_exception(error)),
+            "seed": manager.state.streams.seed,
+            "epochs": loop.epoch,
+            "steps": loop.step,
+            "skipped_steps": loop.skipped_steps,
+            "target_reached": loop.reached,
+            "seconds": seconds,
+            "steps_per_second": loop.step / seconds["training"] if seconds["training"] else None,
+            "budget": {} if manager.budget is None else manager.budget.report(),
+            "step_time": manager.profiler.clock.report(),
+            # A profile resets the peaks for every hook.
+            "peak_memory": {} if manager.profiler.enabled else peak_memory(),
+            "model": model_size(manager.task.model),
+            **self._final_loss(status),
+            "last_lr": None if rate is None or math.isnan(rate) else rate,
+            "initial": dict(self.initial),
+            "final": dict(final),
+            "deltas": deltas(self.initial, final),
+            "metrics": {name: float(metrics[name]) for name in self.compared_metrics if name in metrics},
+            "sample": None,
+            "treatments": {name: tuple(parts) for name, parts in record.treatments.items()},
+            "hook_errors": manager.hooks.failures.errors,
+            "sink_errors": sink_errors,
+            "hooks_left_out": manager.hooks.failures.left_out,
+            "compiled_graphs": manager.taps.graphs,
+            "hook_tables": manager.hooks.tables,
+            "hook_samples": manager.profiler.samples,
+            "output_dir": str(self.folder.path),
+        }
+        return summary | ({"hook_profile": manager.profiler.report()} if manager.profiler.enabled else {})
+
+    def _final_loss(self, status: str) -> dict[str, Any]:
+        """Return the final loss, over how many steps it is a mean, and the last loss."""
+        loop, losses = self.manager.state.loop, self.diagnosis.history.recent_losses
+        epochs = max(1, loop.epoch) if self.manager.counts_epochs else 0
+        # An error may end a run within a step, whose loss is not known.
+        last = loop.step if status == "completed" else losses.newest_step or loop.step
+        return losses.final_loss(last, loop.epoch_loss, epochs, is_partial=loop.running_loss is not None)
 
     def release(self) -> None:
         """Unlock the folder."""

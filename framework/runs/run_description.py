@@ -3,7 +3,6 @@
 import platform
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -13,38 +12,31 @@ from torch import nn
 from ..durable_files import plain_json
 from ..hooks import treatments
 from ..hooks.selection import ConfiguredHook
+from ..optional_packages import installed_version
 from ..state.settings import settings
 from ..training import Ranks
+from .config import RunSettings
 from .records import RunRecord
 
 
 def planned_record(
-    hooks: Sequence[ConfiguredHook],
-    on_hook_error: str,
-    audit_hooks: bool,
-    reference: Any = None,
-    compiled: str = "safe",
-    **fields: Any,
+    hooks: Sequence[ConfiguredHook], run_settings: RunSettings, reference: Any = None, **fields: Any
 ) -> RunRecord:
     """Describe a planned run with these ``hooks``; further ``fields`` of the record by their names.
 
     With ``compiled="all"``, taps may change the numbers of compiled graphs, which is a treatment.
     """
-    fields["run"] = {"on_hook_error": on_hook_error, "audit_hooks": audit_hooks, "reference": reference}
-    fields["hooks"] = {item.hook.name: item.options for item in hooks}
-    kept = {"taps in compiled graphs": ("last bits",)} if compiled == "all" else {}
+    run = {"on_hook_error": run_settings.on_hook_error, "audit_hooks": run_settings.audit_hooks}
+    fields |= {"run": {**run, "reference": reference}, "hooks": {item.hook.name: item.options for item in hooks}}
+    kept = {"taps in compiled graphs": ("last bits",)} if run_settings.compiled == "all" else {}
     fields["treatments"] = {**treatments(item.hook for item in hooks), **kept}
     return RunRecord(**plain_json(fields | {"versions": versions()}))
 
 
 def versions() -> dict[str, str]:
     """Return the versions of loopscope, Python, torch and NumPy."""
-    try:
-        loopscope_version = version("loopscope")
-    except PackageNotFoundError:
-        loopscope_version = "not installed"
     return {
-        "loopscope": loopscope_version,
+        "loopscope": installed_version("loopscope"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,

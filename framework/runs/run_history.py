@@ -1,16 +1,16 @@
 """The history of a recorded run, read from its folder for a diagnosis."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..doctor import History, StepTimes
-from ..durable_files import path_exists, read_json, read_lines
+from ..durable_files import read_lines
 from ..errors import UsageError, listed, warn
 from ..hooks import ALERTS, alert_fields
-from .records import SUMMARY, RunRecord, read_left_out, read_status
+from .records import RunRecord, read_left_out, read_status, read_summary
 from .replay import Record, forward_emits, record_of
 
 
@@ -58,9 +58,7 @@ def read_step_times(folder: Path) -> StepTimes | None:
     Raises:
         UsageError: for a summary that cannot be read.
     """
-    path = folder / SUMMARY
-    content = read_json(path) if path_exists(path) else {}
-    return StepTimes.of(content.get("step_time") if isinstance(content, Mapping) else None)
+    return StepTimes.of(read_summary(folder).get("step_time"))
 
 
 def read_alerts(folder: Path) -> Iterator[dict[str, Any]]:

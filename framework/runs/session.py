@@ -90,15 +90,14 @@ class Session:
     @contextmanager
     def _environment(self) -> Iterator[ExitStack]:
         """Set up determinism and the process group for the body; yield a stack for further contexts."""
-        determinism = deterministic(on=not self.options.no_determinism)
-        with (
-            preserved_streams(),
-            determinism,
-            quiet_graph_breaks(),
-            joined_process_group(self.options.parallel),
-            ExitStack() as contexts,
-        ):
+        with self._reproducible(), joined_process_group(self.options.parallel), ExitStack() as contexts:
             yield contexts
+
+    @contextmanager
+    def _reproducible(self) -> Iterator[None]:
+        """Set up determinism for the body, and preserve the random streams of the caller."""
+        with preserved_streams(), deterministic(on=not self.options.no_determinism), quiet_graph_breaks():
+            yield
 
     def _options_affecting_results(self, plans: Sequence[StrategyPlan]) -> dict[str, Any]:
         """Return every option that affects the results, by its name in error messages."""
@@ -112,12 +111,7 @@ class Session:
 
     def planned(self) -> list[StrategyPlan]:
         """Check everything that :meth:`run` checks before it writes, without notices, and return its plan."""
-        with (
-            preserved_streams(),
-            warnings.catch_warnings(),
-            deterministic(on=not self.options.no_determinism),
-            quiet_graph_breaks(),
-        ):
+        with self._reproducible(), warnings.catch_warnings():
             warnings.simplefilter("ignore", RunNotice)
             return self._check()
 
@@ -200,8 +194,7 @@ class Session:
         """Return the plan for one strategy and seed, without parts that need the model."""
         options, name = self.options, self.runner.name
         fields: dict[str, Any] = {"experiment": name, "strategy": strategy, "config": config.as_dict()}
-        fields |= {"options": options.recorded, "changed": options.changed, "compiled": options.compiled}
-        record = planned_record(hooks, options.on_hook_error, options.audit_hooks, **fields)
+        record = planned_record(hooks, options, options=options.recorded, changed=options.changed, **fields)
         # Absolute, so that a run whose code changes the working directory keeps its folder.
         path = (self._output_folder or Path(self.runner.config.output_dir)).absolute() / name / strategy
         folder = RunFolder(path / seed_name(config.seed) if options.seeds else path, strategy)
@@ -218,17 +211,15 @@ class Session:
         group = options.with_hooks or runner.default_group
         strategy_hooks = {strategy: call_method(runner, "strategy_hooks", strategy) for strategy in strategies}
         minimum = always_on() if self._keeps_metrics() else []
-        names = {
-            strategy: select_hooks(group, [*options.hooks, *strategy_hooks[strategy]], runner.hook_sets, runner.name)
-            or minimum
-            for strategy in strategies
-        }
+        required = {strategy: [*options.hooks, *strategy_hooks[strategy]] for strategy in strategies}
+        selected = {name: select_hooks(group, hooks, runner.hook_sets, runner.name) for name, hooks in required.items()}
+        names = {strategy: selected[strategy] or minimum for strategy in strategies}
         given, shared_hooks = options.hook_options, list[ConfiguredHook]()
         refuse_idle_options(given, {name for active in names.values() for name in active})
         return {
             strategy: build_hooks(
                 *(names[strategy], given, strategy_hooks[strategy], shared_hooks),
-                required=[*options.hooks, *strategy_hooks[strategy]],
+                required=required[strategy],
                 left_out=left_out[strategy],
             )
             for strategy in strategies

@@ -1,78 +1,12 @@
-"""Summaries of runs, in plain values: the content of ``summary.json`` and of the display."""
+"""Parts of the summary of a run, in plain values: its status, the size of its model, and changes of evaluations."""
 
-import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from traceback import format_exception
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from ..checkpoints import StoppedError
-from ..engine import HookManager
-from ..errors import with_lines
 from ..tensors import is_uninitialised
-from ..training import peak_memory
-from .records import INCOMPLETE, RunRecord
-
-
-def build_summary(
-    manager: HookManager,
-    record: RunRecord,
-    folder: Path,
-    status: str,
-    error: BaseException | None,
-    seconds: Mapping[str, float],
-    final: Mapping[str, float],
-    initial: Mapping[str, float] = {},
-    compared: Sequence[str] = (),
-    final_loss: Mapping[str, Any] = {},
-) -> dict[str, Any]:
-    """Summarise a run up to now.
-
-    ``compared`` are full names of the metrics in which strategies are compared, ``final_loss`` the result of
-    :meth:`.RecentLosses.final_loss`.
-    """
-    loop, task, metrics = manager.state.loop, manager.task, manager.delivery.last()
-    sink_errors = manager.delivery.sink_errors
-    rate = None if loop.step_lr is None else float(loop.step_lr)
-    if status == "completed" and any(error["lost_rows"] for error in sink_errors):
-        status = INCOMPLETE
-    summary: dict[str, Any] = {
-        "experiment": record.experiment,
-        "strategy": record.strategy,
-        "status": status,
-        "error": None if error is None else with_lines(error),
-        "traceback": None if error is None else "".join(format_exception(error)),
-        "seed": manager.state.streams.seed,
-        "epochs": loop.epoch,
-        "steps": loop.step,
-        "skipped_steps": loop.skipped_steps,
-        "target_reached": loop.reached,
-        "seconds": dict(seconds),
-        "steps_per_second": loop.step / seconds["training"] if seconds["training"] else None,
-        "budget": {} if manager.budget is None else manager.budget.report(),
-        "step_time": manager.profiler.clock.report(),
-        # A profile resets the peaks for every hook.
-        "peak_memory": {} if manager.profiler.enabled else peak_memory(),
-        "model": model_size(task.model),
-        **final_loss,
-        "last_lr": None if rate is None or math.isnan(rate) else rate,
-        "initial": dict(initial),
-        "final": dict(final),
-        "deltas": deltas(initial, final),
-        "metrics": {name: float(metrics[name]) for name in compared if name in metrics},
-        "sample": None,
-        "treatments": {name: tuple(parts) for name, parts in record.treatments.items()},
-        "hook_errors": manager.hooks.failures.errors,
-        "sink_errors": sink_errors,
-        "hooks_left_out": manager.hooks.failures.left_out,
-        "compiled_graphs": manager.taps.graphs,
-        "hook_tables": manager.hooks.tables,
-        "hook_samples": manager.profiler.samples,
-        "output_dir": str(folder),
-    }
-    return summary | ({"hook_profile": manager.profiler.report()} if manager.profiler.enabled else {})
 
 
 def deltas(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:

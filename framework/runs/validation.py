@@ -27,7 +27,7 @@ from ..errors import LoopscopeError, UsageError, listed, notice, require, short_
 from ..option_words import option_text
 from ..state import LoopState
 from .budgets import read_decisions
-from .records import TRAINED, RunRecord, differences, read_outcome
+from .records import RunRecord, differences, read_last_step, read_outcome
 from .resume import check_environment, refuse_another_run, refuse_other_data
 from .run_folder import RunFolder
 from .strategy_training import StrategyTraining
@@ -57,12 +57,11 @@ class EarlierRun:
             UsageError: if the folder contains another run, or one that is being trained, or if ``is_whole`` and the
                 run has no checkpoints and digests.
         """
-        require(
-            not is_locked(folder.path), f"{short_path(folder.path)} is still being trained; wait until it has ended."
-        )
+        shown = short_path(folder.path)
+        require(not is_locked(folder.path), f"{shown} is still being trained; wait until it has ended.")
         moments, record, digests = checkpoints_by_moment(folder.checkpoints), folder.record(), read_digests(folder.path)
         if record is None or (is_whole and not (moments or digests)):
-            raise UsageError(f"{short_path(folder.path)} has no intact checkpoints or digests to compare with.")
+            raise UsageError(f"{shown} has no intact checkpoints or digests to compare with.")
         refuse_another_run(folder.path, record, now, warn=False)
         return cls(folder.path, record, moments, digests)
 
@@ -161,9 +160,8 @@ class StepRange:
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for impossible steps."""
         require(self.step >= 1, f"{option_text('step')} is {self.step}; steps are counted from 1.")
-        require(
-            self.until >= self.step, f"{option_text('until')} is {self.until}, before {option_text('step', self.step)}."
-        )
+        first = option_text("step", self.step)
+        require(self.until >= self.step, f"{option_text('until')} is {self.until}, before {first}.")
 
     @property
     def name(self) -> str:
@@ -190,9 +188,9 @@ def rewind(training: StrategyTraining, stretch: StepRange, earlier: EarlierRun) 
     folder, record, manager = earlier.folder, earlier.record, training.manager
     refuse_other_data(folder, record, training.record_rows())
     per_epoch = len(manager.task.loader) if manager.counts_epochs else 1
-    outcome, last = read_outcome(folder), manager.task.length * per_epoch
-    if outcome is not None:  # a failed run failed in the step after its last completed one
-        last = min(last, outcome["steps"] + (outcome["status"] not in TRAINED))
+    last, last_of_run = manager.task.length * per_epoch, read_last_step(folder)
+    if last_of_run is not None:
+        last = min(last, last_of_run)
     for name, step in (("step", stretch.step), ("until", stretch.until)):
         require(step <= last, f"--{name} is {step:,}, but the last step of the run in {folder} is {last:,}.")
     new_hooks = {hook.name for hook in manager.hooks} - record.hooks.keys()
@@ -201,7 +199,7 @@ def rewind(training: StrategyTraining, stretch: StepRange, earlier: EarlierRun) 
     elif stretch.step > 1 and not stretch.from_start:
         steps = min(last, ceil(stretch.until / per_epoch) * per_epoch)
         is_comparable = any(step <= steps for _, step in (*earlier.moments, *earlier.digests))
-        notice(_describe_cost(stretch, steps, outcome, is_comparable=is_comparable))
+        notice(_describe_cost(stretch, steps, read_outcome(folder), is_comparable=is_comparable))
     check_environment(training.resumed or record, training.run.record)
     validation = Validation(manager, earlier, training.run.record, stretch.until)
     try:
@@ -226,8 +224,8 @@ def _describe_cost(stretch: StepRange, steps: int, outcome: Mapping[str, Any] | 
     """Describe the cost of training from the start, and whether the result can be compared with the earlier run."""
     pace = outcome["seconds"].get("training", 0) / outcome["steps"] / 60 if outcome and outcome["steps"] else 0
     duration = f", about {steps * pace:.1f} minutes at the speed of the first run" if pace else ""
-    reason = (
-        f"There is no checkpoint before step {stretch.step:,} to start from: the run is trained again from its start"
-    )
     warning = " It has no checkpoint or digest up to there, so nothing can show that it is the same run."
-    return f"{reason}, {steps:,} steps{duration}.{'' if is_comparable else warning}"
+    return (
+        f"There is no checkpoint before step {stretch.step:,} to start from: the run is trained again from its start, "
+        f"{steps:,} steps{duration}.{'' if is_comparable else warning}"
+    )
