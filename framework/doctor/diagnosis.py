@@ -25,11 +25,8 @@ def diagnose(history: History) -> Diagnosis:
 
     A detector that raises is left out with a warning, so that a broken one never hides the findings of others.
     """
-    findings: list[Finding] = []
-    for detector in all_detectors():
-        findings += _findings_of(detector, history)
+    findings = [with_spacing(item, history) for detector in all_detectors() for item in _findings_of(detector, history)]
     not_checked = _not_checked(history)
-    findings = [with_spacing(finding, history) for finding in findings]
     missing, unchecked = [*not_checked, *_missing(history)], " ".join(not_checked)
     return Diagnosis(with_causes(ranked(findings)), missing, unchecked=unchecked, course=course_of(history))
 
@@ -63,9 +60,8 @@ def lowered(finding: Finding, history: History) -> Finding:
     """
     reward = PolicyNumbers(history).curve("reward")
     if finding.severity != "info" and rise_of(reward) > 0:
-        return replace(
-            finding, severity="info", why=f"{finding.why} The reward has since risen, to {reward.end_level():.3g}."
-        )
+        risen = f" The reward has since risen, to {reward.end_level():.3g}."
+        return replace(finding, severity="info", why=finding.why + risen)
     fall = learned_share(history)
     since = f" The loss has since fallen, to {history.loss.end_level():.3g}."
     if finding.severity != "info" and fall > LEARNED:
@@ -101,9 +97,8 @@ def _not_checked(history: History) -> list[str]:
     if absent := sorted(needed - recorded - set(history.hooks) - reasons.keys()):
         advice = "run with the group 'health' of hooks for a complete diagnosis"
         sentences.append(f"The record has no {listed(absent)}; {advice}.")
-    sentences += [
-        f"The diagnosis is incomplete: {reason.rstrip('.')}." for reason in reasons.values() if has_failed(reason)
-    ]
+    failed = filter(has_failed, reasons.values())
+    sentences += [f"The diagnosis is incomplete: {reason.rstrip('.')}." for reason in failed]
     if CHECKS in reasons and not has_failed(reasons[CHECKS]):
         sentences.append(f"The data, the loss and the gradients were not checked: {reasons[CHECKS].rstrip('.')}.")
     if not len(history.loss) and (history.is_over or history.step):

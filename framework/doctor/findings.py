@@ -31,8 +31,7 @@ class Evidence:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the evidence as plain values, without empty fields."""
-        fields = {"metric": self.metric, "value": self.value, "limit": self.limit, "usual": self.usual}
-        return {name: value for name, value in fields.items() if value not in (None, "")}
+        return {name: value for name, value in vars(self).items() if value not in (None, "")}
 
 
 @dataclass(frozen=True)
@@ -75,15 +74,9 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the finding as plain values, as in the JSON of a diagnosis."""
-        content: dict[str, Any] = {
-            "id": self.id,
-            "severity": self.severity,
-            "step": self.step,
-            "evidence": [item.as_dict() for item in self.evidence],
-            "why": self.why,
-            "next": self.next,
-            "confidence": round(self.confidence, 2),
-        }
+        names = ("id", "severity", "step", "evidence", "why", "next", "confidence")
+        content = {name: getattr(self, name) for name in names}
+        content |= {"evidence": [item.as_dict() for item in self.evidence], "confidence": round(self.confidence, 2)}
         optional = {"tests": [item.as_dict() for item in self.tests], "law": self.law, "law_result": self.law_result}
         return content | {name: value for name, value in optional.items() if value}
 
@@ -127,18 +120,13 @@ def ranked(findings: Iterable[Finding]) -> list[Finding]:
         all_findings,
         key=lambda finding: (
             finding.severity == "info",
-            is_consequence(finding, all_findings),
+            _cause_of(finding, all_findings) is not None,
             -SEVERITIES.index(finding.severity),
             -finding.confidence,
             finding.step,
             finding.id,
         ),
     )
-
-
-def is_consequence(finding: Finding, findings: Iterable[Finding]) -> bool:
-    """Return whether another finding, of at least the severity ``warning`` and no later, explains this one."""
-    return _cause_of(finding, findings) is not None
 
 
 def with_causes(findings: Sequence[Finding]) -> list[Finding]:
@@ -152,6 +140,7 @@ def with_causes(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _cause_of(finding: Finding, findings: Iterable[Finding]) -> Finding | None:
+    """Return another finding, of at least the severity ``warning`` and no later, that explains this one."""
     return next((other for other in findings if other is not finding and _explains(other, finding)), None)
 
 

@@ -94,9 +94,8 @@ class LiveDiagnosis(MetricSink):
     def _report(self) -> None:
         findings = {finding.id: finding for finding in diagnose(self.history)}
         step, is_lost = self.history.step, self.history.loss.first_nonfinite is not None
-        self._first_seen = {
-            name: self._first_seen.get(name, step) for name, finding in findings.items() if finding.severity != "info"
-        }
+        problems = [name for name, finding in findings.items() if finding.severity != "info"]
+        self._first_seen = {name: self._first_seen.get(name, step) for name in problems}
         for name, first in self._first_seen.items():
             finding = findings[name]
             has_lasted = not finding.waits or is_lost or step >= max(first + LEAST_WAIT, WAIT * first)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -46,7 +46,7 @@ def start_facts(model: nn.Module, optimizers: Sequence[Optimizer], others: Itera
         "frozen_modules": _frozen_modules(model),
         "dtypes": dict(Counter(str(item.dtype).removeprefix("torch.") for item in parameters.values())),
         "groups": _groups(optimizers),
-        **_membership(parameters, trainable, optimizers, others, placeholders=_placeholders(model)),
+        **_membership(model, trainable, optimizers, others),
         **_modes(model),
         "unregistered": _unregistered(model, optimizers, others),
         "matrices": sum(item.ndim > 1 for item in trainable.values()),
@@ -67,7 +67,11 @@ def _names(names: Iterable[str]) -> dict[str, Any]:
 
 def _entries(optimizers: Sequence[Optimizer]) -> list[Any]:
     """Return what the parameter groups of all optimizers hold."""
-    return [item for optimizer in optimizers for group in optimizer.param_groups for item in group["params"]]
+    return [item for group in _all_groups(optimizers) for item in group["params"]]
+
+
+def _all_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def _frozen_modules(model: nn.Module) -> dict[str, float]:
@@ -103,35 +107,26 @@ def _plain(value: Any) -> Any:
 
 
 def _membership(
-    parameters: Mapping[str, nn.Parameter],
+    model: nn.Module,
     trainable: Mapping[str, nn.Parameter],
     optimizers: Sequence[Optimizer],
     others: Iterable[nn.Module],
-    *,
-    placeholders: Collection[int],
 ) -> dict[str, Any]:
-    """Compare the parameters of the model with those of the optimizers; ``placeholders`` are identities."""
-    entries = _entries(optimizers)
-    decays = {
-        id(item): group.get("weight_decay") for o in optimizers for group in o.param_groups for item in group["params"]
-    }
+    """Compare the parameters of the model with those of the optimizers."""
+    entries, parameters, placeholders = _entries(optimizers), dict(model.named_parameters()), _placeholders(model)
+    decays = {id(item): group.get("weight_decay") for group in _all_groups(optimizers) for item in group["params"]}
     held = {*map(id, entries)}
     known = {*map(id, parameters.values())} | {id(item) for module in others for item in module.parameters()}
     missing = {name: item for name, item in trainable.items() if id(item) not in held}
     decayed = [name for name, item in trainable.items() if item.ndim <= 1 and _is_positive(decays.get(id(item)))]
     elements = sum(item.numel() for item in trainable.values())
+    share = sum(item.numel() for item in missing.values()) / elements if elements else 0.0
+    copies = _copies(missing.values(), [item for item in trainable.values() if id(item) in held])
+    frozen = {name: id(item) for name, item in parameters.items() if not item.requires_grad}
     return {
-        "without_optimizer": _names(missing)
-        | {
-            "share": sum(item.numel() for item in missing.values()) / elements if elements else 0.0,
-            "copies": _copies(missing.values(), [item for item in trainable.values() if id(item) in held]),
-        },
+        "without_optimizer": _names(missing) | {"share": share, "copies": copies},
         "foreign_in_optimizer": sum(id(item) not in known for item in entries),
-        "frozen_in_optimizer": _names(
-            name
-            for name, item in parameters.items()
-            if id(item) in held and not item.requires_grad and id(item) not in placeholders
-        ),
+        "frozen_in_optimizer": _names(name for name, key in frozen.items() if key in held and key not in placeholders),
         "decayed_vectors": _names(decayed),
     }
 
@@ -214,23 +209,17 @@ def _modes(model: nn.Module) -> dict[str, Any]:
     """Return which modules are in eval mode, and the kinds of layers that modes affect."""
     modules = dict(model.named_modules())
     norms = {name: item for name, item in modules.items() if isinstance(item, BATCH_NORMS)}
+    idle = {name: item for name, item in norms.items() if not item.training}
+    fresh = [name for name, item in idle.items() if _has_initial_statistics(item)]
+    fixed = [name for name, item in norms.items() if item.track_running_stats and item.momentum == 0]
     dropouts = [item for item in modules.values() if isinstance(item, nn.modules.dropout._DropoutNd) and item.p > 0]
     return {
         "in_eval_mode": not model.training,
         "batchnorms": len(norms),
-        "batchnorms_in_eval_mode": _names(
-            name for name, item in norms.items() if not item.training and _is_trained(item)
-        ),
-        "batchnorms_never_trained": _names(
-            name
-            for name, item in norms.items()
-            if not item.training
-            and _has_initial_statistics(item)
-            and _is_trained(modules[name.rpartition(".")[0]])  # in a frozen part nothing is trained
-        ),
-        "batchnorms_without_updates": _names(
-            name for name, item in norms.items() if item.track_running_stats and item.momentum == 0
-        ),
+        "batchnorms_in_eval_mode": _names(name for name, item in idle.items() if _is_trained(item)),
+        # In a frozen part nothing is trained.
+        "batchnorms_never_trained": _names(name for name in fresh if _is_trained(modules[name.rpartition(".")[0]])),
+        "batchnorms_without_updates": _names(fixed),
         "largest_batchnorm_momentum": max((float(item.momentum or 0) for item in norms.values()), default=0.0),
         "dropouts": len(dropouts),
         "dropouts_in_eval_mode": sum(not item.training for item in dropouts),
@@ -292,9 +281,8 @@ def _untied_copies(model: nn.Module) -> list[list[str]]:
     Pairs of linear layers are left out: ``nn.TransformerEncoder`` starts with copies of one layer by design.
     """
     trained = [(f"{name}.weight", module, weight) for name, module, weight in _weights(model) if weight.requires_grad]
-    embeddings, linears = (
-        [item for item in trained if isinstance(item[1], kind)] for kind in (nn.Embedding, nn.Linear)
-    )
+    kinds = (nn.Embedding, nn.Linear)
+    embeddings, linears = ([item for item in trained if isinstance(item[1], kind)] for kind in kinds)
     pairs = [
         [embedding, linear]
         for embedding, _, first in embeddings
@@ -362,11 +350,10 @@ def _frozen_untrained(model: nn.Module) -> dict[str, Any]:
 def _rounded_away(trainable: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Return the share of 16-bit weights whose expected Adam update, of the learning rate, is below half an ulp."""
     rates: dict[int, float] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            lr = group.get("initial_lr", group.get("lr"))
-            lr = float(lr) if isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1) else math.nan
-            rates |= {id(item): lr for item in group["params"]}
+    for group in _all_groups(optimizers):
+        lr = group.get("initial_lr", group.get("lr"))
+        lr = float(lr) if isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1) else math.nan
+        rates |= {id(item): lr for item in group["params"]}
     lost = total = 0
     for parameter in trainable.values():
         rate = rates.get(id(parameter), math.nan)

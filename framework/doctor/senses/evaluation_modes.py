@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from ...training import is_compiled
 from .evaluation_dropout import WITH_FAST_PATH
 
 
+@dataclass(eq=False)
 class EvaluationModes:
     """Reports, once per run, an evaluation that runs the model in train mode, and one that leaves it in eval mode.
 
@@ -31,27 +33,25 @@ class EvaluationModes:
         compiled: the model is part of a compiled module.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loop: LoopState,
-        *,
-        facts: Callable[[], Mapping[str, Any]],
-        is_in_hook: Callable[[], bool],
-        report: Callable[[Alert], None],
-        compiled: bool = False,
-    ) -> None:
-        self._model, self._loop, self._compiled = model, loop, compiled
-        self._facts, self._is_in_hook, self._report = facts, is_in_hook, report
+    model: nn.Module
+    loop: LoopState
+    _: KW_ONLY
+    facts: Callable[[], Mapping[str, Any]]
+    is_in_hook: Callable[[], bool]
+    report: Callable[[Alert], None]
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        """Start without a watched call, and without a report."""
         self._has_reported_train = self._has_reported_eval = False
         self._call = EvaluationCall()
-        self.left_mode = LeftMode(model, is_in_hook, self._report_left_mode)
+        self.left_mode = LeftMode(self.model, self.is_in_hook, self._report_left_mode)
         """Watches until the next update, at which the loop calls its ``at_update``."""
 
     def begin_evaluation(self, *, is_isolated: bool) -> None:
         """Start to watch the mode in which an evaluation leaves the model; an isolated one would restore it."""
         self._call.stop()
-        if is_isolated and self._model.training and not self._has_reported_eval and self._has_modes():
+        if is_isolated and self.model.training and not self._has_reported_eval and self._has_modes():
             self.left_mode.watch()
 
     @contextmanager
@@ -68,7 +68,7 @@ class EvaluationModes:
         def note(module: nn.Module, inputs: Any) -> None:
             modes.append(module.training)
 
-        handle = self._model.register_forward_pre_hook(note)
+        handle = self.model.register_forward_pre_hook(note)
         try:
             yield
         finally:
@@ -80,7 +80,7 @@ class EvaluationModes:
         """Watch the next call of the model, which follows the data of an epoch: it is probably an evaluation."""
         self._call.stop()
         if self._can_notice_train_mode():
-            self._call = EvaluationCall(self._model, self._is_in_hook)
+            self._call = EvaluationCall(self.model, self.is_in_hook)
 
     def end_epoch(self, *, has_numbers: bool) -> None:
         """Stop watching; if the loop gives numbers of an evaluation, the call was one."""
@@ -91,7 +91,7 @@ class EvaluationModes:
     def have_effect(self) -> bool:
         """Return whether a layer whose mode matters is in train mode, as opposed to those of a frozen trunk."""
         kinds = (_DropoutNd, _BatchNorm)
-        return any(module.training for module in self._model.modules() if isinstance(module, kinds))
+        return any(module.training for module in self.model.modules() if isinstance(module, kinds))
 
     def note_train_mode(self) -> None:
         """Report an evaluation that was seen to run the model in train mode."""
@@ -104,25 +104,25 @@ class EvaluationModes:
         self.left_mode.stop()
 
     def _has_modes(self) -> bool:
-        facts = self._facts()
+        facts = self.facts()
         return bool(facts.get("dropouts") or facts.get("batchnorms"))
 
     def _can_notice_train_mode(self) -> bool:
         """Return whether modes affect the model, a module hook does not, and no evaluation was reported yet."""
         if self._has_reported_train or not self._has_modes():
             return False
-        return not (self._compiled or is_compiled(self._model) or isinstance(self._model, WITH_FAST_PATH))
+        return not (self.compiled or is_compiled(self.model) or isinstance(self.model, WITH_FAST_PATH))
 
     def _report_left_mode(self) -> None:
         self._has_reported_eval = True
         sentence = "The evaluation left the model in eval mode; scope.evaluate has restored train mode."
-        self._report(Alert(sentence, metric="eval_mode_left", step=self._loop.step, id="model-in-eval-mode"))
+        self.report(Alert(sentence, metric="eval_mode_left", step=self.loop.step, id="model-in-eval-mode"))
 
     def _report_train_mode(self) -> None:
         if not self._has_reported_train:
             self._has_reported_train = True
             sentence = "The evaluation ran the model in train mode."
-            self._report(Alert(sentence, metric="train_mode", step=self._loop.step, id="evaluation-in-train-mode"))
+            self.report(Alert(sentence, metric="train_mode", step=self.loop.step, id="evaluation-in-train-mode"))
 
 
 class EvaluationCall:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -33,19 +33,19 @@ DRAWS_PER_CLASS = 10
 """Targets for each class from which the entropy of a batch is near that of its distribution."""
 FIRST_TARGETS = 64
 """Targets that the description contains."""
-LOSSES = frozenset(
-    {"NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"}
-    | {"BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "MultiMarginLoss", "MultilabelMarginLoss"}
-)
+REGRESSIONS = frozenset({"MseLoss", "SmoothL1Loss", "HuberLoss"})
+"""Losses of numbers, which save their targets."""
+BINARY = frozenset({"BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"})
+"""Losses of probabilities, which save their targets."""
+LOSSES = REGRESSIONS | BINARY | {"NllLoss", "NllLoss2D", "SoftMarginLoss", "MultiMarginLoss", "MultilabelMarginLoss"}
 """Nodes with a ``_saved_reduction``."""
 TERMS = frozenset({"Add", "Sub", "Mul", "Div", "Stack", "Cat"})
 """Nodes with several inputs of which one is followed."""
 REDUCTIONS = {0: "", 1: "mean", 2: "sum"}  # at::Reduction
 ELEMENTWISE = frozenset(
     {"Mean", "Sum", "Div", "Mul", "Add", "Neg", "Pow", "Abs", "Sqrt", "Exp", "Log", "Log1P", "Sub", "Rsub", "Clamp"}
-    | {"Where", "LogSigmoid", "Softplus", "MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"}
-    | {"Expand", "Squeeze", "View", "UnsafeView", "ReshapeAlias", "ToCopy", "Clone"}
-    | {"Minimum", "Maximum", "ClampMin", "ClampMax"}
+    | {"Where", "LogSigmoid", "Softplus", "SoftMarginLoss", "Minimum", "Maximum", "ClampMin", "ClampMax"}
+    | {"Expand", "Squeeze", "View", "UnsafeView", "ReshapeAlias", "ToCopy", "Clone", *REGRESSIONS}
 )
 """Nodes of a loss that compares outputs and targets element by element."""
 BROADCASTING = frozenset({"Sub", "Rsub", "Mul", "Div", "Expand"})
@@ -73,29 +73,22 @@ LIKELIHOODS = frozenset({"NllLoss", "NllLoss2D", "CtcLoss"})
 """Losses that take log-probabilities."""
 NOT_LOGARITHMS = frozenset({"Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Relu", "Softmax"})
 """Nodes whose output is certainly not that of a log-softmax."""
-REGRESSIONS = frozenset({"MseLoss", "SmoothL1Loss", "HuberLoss"})
-"""Losses of numbers, which save their targets."""
-BINARY = frozenset({"BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"})
-"""Losses of probabilities, which save their targets."""
 LEAST_ROWS = 64
 """Outputs of which statistics are computed at least, of wide outputs."""
 MOST_COLUMNS = 2**12
 """Numbers of a row of targets of which statistics are computed."""
 TOLERANCE = 0.05
 """Standard deviations by which targets may be outside of a range."""
-RANGES = {
-    "Relu": (0.0, math.inf),
-    "Softplus": (0.0, math.inf),
-    "Sigmoid": (0.0, 1.0),
-    "Softmax": (0.0, 1.0),
-    "Tanh": (-1.0, 1.0),
-}
+RANGES = {"Sigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Tanh": (-1.0, 1.0)}
+RANGES |= dict.fromkeys(("Relu", "Softplus"), (0.0, math.inf))
 """Ranges of activations that are bounded."""
 NORMALISED = {
     "LogSoftmax": frozenset({"Softmax", "Sigmoid"}),
     "BinaryCrossEntropyWithLogits": frozenset({"Sigmoid", "Softmax", "LogSoftmax", "LogSigmoid"}),
 }
 """Operations whose outputs are probabilities or their logarithms, by the loss that takes logits instead."""
+RECTIFIED = dict.fromkeys(NORMALISED, frozenset({"Relu"}))
+"""The operation after which logits cannot be negative, by the loss that takes them."""
 SOFT_CROSS_ENTROPY = ("Div", "Neg", "Sum", "Mul", "LogSoftmax")
 """The mean that ``cross_entropy`` computes for targets that are probabilities."""
 
@@ -124,10 +117,10 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
         **_number_facts(nodes, names),
         **_target_sum(nodes, names),
         **divergence_facts(nodes, names),
-        is_doubly_normalised=_is_doubly_normalised(names),
+        is_doubly_normalised=_gets_output_of(names, NORMALISED),
         lacks_log_softmax=_lacks_log_softmax(nodes, names),
         is_modified=_has_other_terms(nodes, names) or _has_scaled_logits(nodes, names),
-        is_rectified=_is_rectified(names),
+        is_rectified=_gets_output_of(names, RECTIFIED),
         compares_outputs=_compares_outputs(nodes, names),
         cosine_scale=_cosine_scale(nodes, names),
         is_broadcast=_is_broadcast(root),
@@ -355,14 +348,11 @@ def _number_facts(nodes: list[Any], names: list[str]) -> dict[str, Any]:
         facts |= found
     ordered = values.flatten().sort().values
     places = [round(share * (len(ordered) - 1)) for share in (0.0, 0.1, 0.9, 1.0)]
+    quantiles = {"target_quantiles": tuple(ordered[places].tolist())}
     if names[position] in BINARY:
         invalid = float(((values < 0) | (values > 1)).double().mean())
-        return (
-            facts
-            | {"invalid_targets": invalid}
-            | ({"target_quantiles": tuple(ordered[places].tolist())} if invalid else {})
-        )
-    facts["target_quantiles"] = tuple(ordered[places].tolist())
+        return facts | {"invalid_targets": invalid} | (quantiles if invalid else {})
+    facts |= quantiles
     inner = next((name for name in names[position + 1 :] if name not in VIEWS), "")
     if inner in RANGES:
         low, high = RANGES[inner]
@@ -426,10 +416,10 @@ def _target_sum(nodes: list[Any], names: list[str]) -> dict[str, Any]:
     return {"target_sum": float(targets.detach()[:MOST_TARGETS].double().sum(1).mean())}
 
 
-def _is_doubly_normalised(names: list[str]) -> bool:
-    """Return whether probabilities are normalised again, directly or after views and conversions."""
+def _gets_output_of(names: list[str], operations: Mapping[str, frozenset[str]]) -> bool:
+    """Return whether a loss gets the output of one of its operations, directly or after views and conversions."""
     remaining = [name for name in names if name not in VIEWS]
-    return any(inner in NORMALISED.get(outer, ()) for outer, inner in pairwise(remaining))
+    return any(inner in operations.get(outer, ()) for outer, inner in pairwise(remaining))
 
 
 def _lacks_log_softmax(nodes: list[Any], names: list[str]) -> bool:
@@ -477,13 +467,6 @@ def _has_scaled_logits(nodes: list[Any], names: list[str]) -> bool:
     return divisor is not None and 0 < divisor < 1 / LARGEST_SCALE
 
 
-def _is_rectified(names: list[str]) -> bool:
-    """Return whether a ReLU is applied to the logits of a loss, so that they cannot be negative."""
-    remaining = [name for name in names if name not in VIEWS]
-    outer = {"LogSoftmax", "BinaryCrossEntropyWithLogits"}
-    return any(first in outer and second == "Relu" for first, second in pairwise(remaining))
-
-
 def _is_normalised_over_rows(nodes: list[Any], names: list[str]) -> bool:
     """Return whether the log-softmax of a cross-entropy runs over the rows of a matrix of logits and not over classes.
 
@@ -499,9 +482,7 @@ def _is_normalised_over_rows(nodes: list[Any], names: list[str]) -> bool:
 
 def _compares_outputs(nodes: list[Any], names: list[str]) -> bool:
     """Return whether the logits of a cross-entropy are products of outputs, and not of outputs and weights."""
-    if "LogSoftmax" not in names:
-        return False
-    inputs = inputs_of(nodes[names.index("LogSoftmax")])
+    inputs = inputs_of(nodes[names.index("LogSoftmax")]) if "LogSoftmax" in names else []
     return len(inputs) == 1 and _is_product_of_outputs(inputs[0])
 
 
