@@ -6,11 +6,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from ...errors import listed
-from ..detector import Detector, Threshold
-from ..findings import Evidence, Finding
-from ..history import Curve, History
+from .. import Curve, Detector, Evidence, Finding, History, Rule, Threshold
 from ..measures import learns_values, target_sizes
-from ..rules import Rule, count
+from ..rules import count
 from .gradients import are_experts, never_trained
 
 
@@ -35,11 +33,9 @@ class DeadUnits(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if a layer has had many dead units at the last two checks."""
-        metric = "activations/dead_fraction"
-        dead = self._affected(history.family(metric))
-        if not dead:
-            metric = "training_checks/dead_units"
-            dead = self._affected(history.family(metric))
+        for metric in ("activations/dead_fraction", "training_checks/dead_units"):
+            if dead := self._affected(history.family(metric)):
+                break
         if not dead or not _loses_gradients(history):
             return
         worst = max(dead, key=lambda name: dead[name].last)
@@ -61,11 +57,8 @@ class DeadUnits(Detector):
     def _affected(self, layers: dict[str, Curve]) -> dict[str, Curve]:
         """Return the layers whose last two values are above the limit."""
         count = int(self.checks)
-        return {
-            name: curve
-            for name, curve in layers.items()
-            if len(curve) >= count and bool(np.all(curve.values[-count:] > self.share))
-        }
+        newest = {name: curve.values[-count:] for name, curve in layers.items() if len(curve) >= count}
+        return {name: layers[name] for name, values in newest.items() if np.all(values > self.share)}
 
 
 def _loses_gradients(history: History) -> bool:
@@ -100,13 +93,8 @@ class ActivationsGrow(Detector):
         sizes = target_sizes(history)
         wanted = 2 * float(sizes[-1]) if len(sizes) else 0.0  # the size of outputs that fit the targets of a regression
         for name, curve in history.family("activations/rms").items():
-            if (
-                len(curve) >= 3
-                and curve.first > 1e-6
-                and curve.last > wanted
-                and self.growth < curve.last / curve.first < math.inf
-                and history.falls_short(0.1)
-            ):
+            is_known = len(curve) >= 3 and curve.first > 1e-6 and curve.last > wanted
+            if is_known and self.growth < curve.last / curve.first < math.inf and history.falls_short(0.1):
                 yield self.finding(
                     "warning",
                     curve.first_step_where(curve.values > self.growth * curve.first) or curve.last_step,

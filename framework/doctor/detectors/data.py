@@ -5,11 +5,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..detector import Detector, Threshold
-from ..findings import Evidence, Finding
-from ..history import History, median_of
+from .. import Detector, Evidence, Finding, History, Rule, Threshold
+from ..history import median_of
 from ..measures import CHECKS, FEW_CLASSES, are_tokens, classes_of_batches, is_sorted_by_class
-from ..rules import Rule, median
+from ..rules import median
 from .losses import TrainValidationDiverging, validation_rises
 
 
@@ -324,16 +323,15 @@ class InputsConstant(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if all checked inputs have the deviation 0 and the loss hardly falls."""
         deviation, mean = history.curve(f"{CHECKS}/input_std"), history.curve(f"{CHECKS}/input_mean")
-        if len(deviation) < 2 or deviation.values.any() or not history.falls_short(self.fall):
-            return
-        yield self.finding(
-            "critical",
-            deviation.first_step,
-            f"All values of the inputs are {mean.first:.3g}, in every checked batch: the model sees no data.",
-            "Print a few rows right before the model; look for an integer division, a wrong column or a mask.",
-            Evidence(f"{CHECKS}/input_std", deviation.last, 0.0, "1"),
-            confidence=0.97,
-        )
+        if len(deviation) >= 2 and not deviation.values.any() and history.falls_short(self.fall):
+            yield self.finding(
+                "critical",
+                deviation.first_step,
+                f"All values of the inputs are {mean.first:.3g}, in every checked batch: the model sees no data.",
+                "Print a few rows right before the model; look for an integer division, a wrong column or a mask.",
+                Evidence(f"{CHECKS}/input_std", deviation.last, 0.0, "1"),
+                confidence=0.97,
+            )
 
 
 class PaddingInLoss(Rule):

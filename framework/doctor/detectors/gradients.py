@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 
 from ...errors import listed
-from ..detector import Detector, Threshold
-from ..findings import Evidence, Finding
-from ..history import Curve, Floats, History, median_of
+from .. import Curve, Detector, Evidence, Finding, History, Threshold
+from ..history import Floats, median_of
 from ..measures import CHECKS, JUMP, jump_of_gradient, learns_values
 from .parameters import named
 
@@ -219,9 +217,7 @@ class SecondBackwardPass(Detector):
         leftover, shares = history.curve(f"{CHECKS}/leftover_gradient_count"), _leftover_shares(history)
         # At later steps, the gradients may be those of an earlier step. Gradients from before the training are zeroed.
         later = shares[1:4]
-        if leftover.first_step != 1 or not shares.size or not later.size:
-            return
-        if min(shares[0], *later) > self.share:
+        if leftover.first_step == 1 and later.size and min(shares[0], *later) > self.share:
             count = int(leftover.first)
             yield self.finding(
                 "warning",
@@ -270,14 +266,8 @@ class OptimizerNotStepped(Detector):
         alerts = history.alerts_of("loop", "passes_without_update")
         if alerts and not len(history.loss):
             count = int(alerts[-1]["value"])
-            yield self.finding(
-                "critical",
-                1,
-                f"optimizer.step() was not called after any of {count:,} backward passes, so no weight changes.",
-                "Call optimizer.step() after loss.backward(), then optimizer.zero_grad().",
-                Evidence("loop/passes_without_update", count, None, "1, or the number of micro-batches"),
-                confidence=0.95,
-            )
+            evidence = Evidence("loop/passes_without_update", count, None, "1, or the number of micro-batches")
+            yield self._never_called(count, "loss.backward()", evidence)
             return
         if not _sees_updates(history) or history.facts.get("scaler"):
             return
@@ -288,14 +278,8 @@ class OptimizerNotStepped(Detector):
         is_unused = not len(updates) and not any(len(history.curve(name)) for name in others)
         is_unused &= bool((passes.values > 0).any())
         if is_unused and len(passes) >= (3 if history.is_over else self.passes):
-            yield self.finding(
-                "critical",
-                1,
-                f"optimizer.step() was not called after any of {len(passes):,} backward passes, so no weight changes.",
-                "Call optimizer.step() after scope.backward(loss), then optimizer.zero_grad().",
-                Evidence(f"{CHECKS}/update_ratio", "missing", None, "1e-4 to 1e-2"),
-                confidence=0.95,
-            )
+            evidence = Evidence(f"{CHECKS}/update_ratio", "missing", None, "1e-4 to 1e-2")
+            yield self._never_called(len(passes), "scope.backward(loss)", evidence)
         if len(updates) < 3:
             return
         period = float(np.median(np.diff(updates.steps)) / np.median(np.diff(passes.steps)))
@@ -307,6 +291,16 @@ class OptimizerNotStepped(Detector):
                 f"Pass accumulate={period:g} to loopscope.attach, so that they are micro-batches of one step.",
                 Evidence("parameter_norms/total_clipped_grad_norm", period, 1.0, "1 backward pass for each step"),
             )
+
+    def _never_called(self, passes: int, backward: str, evidence: Evidence) -> Finding:
+        return self.finding(
+            "critical",
+            1,
+            f"optimizer.step() was not called after any of {passes:,} backward passes, so no weight changes.",
+            f"Call optimizer.step() after {backward}, then optimizer.zero_grad().",
+            evidence,
+            confidence=0.95,
+        )
 
 
 class GradientsAllZero(Detector):
@@ -476,6 +470,7 @@ class VanishingGradients(Detector):
             )
 
 
+CLIP = "Clip it: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()."
 RARE = 0.05
 """Share of the steps up to which extreme gradients are the fault of single rows rather than of the model."""
 
@@ -509,15 +504,13 @@ class ExplodingGradients(Detector):
         if any(group.get("optimizer") == "LBFGS" for group in history.facts.get("groups", ())):
             return
         if (jump := jump_of_gradient(history)) is not None:
-            found = self._finding(
+            yield self._finding(
                 jump,
                 f"In step {jump:,} the gradient norm is {norms.at(jump):.3g}, over a thousand times all earlier ones, "
                 "and the loss diverges from there: a row of the data may be unlike the others.",
                 norms.at(jump),
                 self.jump * float(np.nanmax(norms.values[norms.steps < jump])),
-            )
-            yield replace(
-                found, next=f"Look at the rows of the batch of step {jump:,}; remove wrong ones, or clip gradients."
+                remedy=f"Look at the rows of the batch of step {jump:,}; remove wrong ones, or clip gradients.",
             )
             return
         if len(values) < 20 and not self._is_huge_at_once(history):
@@ -550,16 +543,16 @@ class ExplodingGradients(Detector):
         if is_spike.sum() >= 2 and not history.facts.get("scaler"):  # a scaler skips steps that overflow
             spikes = norms.steps[is_spike].tolist()
             are_rare = len(spikes) <= RARE * len(values)
-            found = self._finding(
+            steps = listed(list(map(str, spikes)), 4)
+            rows = f"Look at the rows of the batches of steps {steps}; remove those that are wrong, or clip gradients."
+            yield self._finding(
                 norms.first_step_where(is_spike) or 0,
                 f"In {len(spikes)} steps the gradient norm was more than {self.spike:.0f} times its median of "
                 f"{usual:.3g}{', and ordinary in all others: a row of the data may be unlike the others' * are_rare}.",
                 float(np.nanmax(values)),
                 usual * self.spike,
+                remedy=rows if are_rare else CLIP,
             )
-            steps = listed(list(map(str, spikes)), 4)
-            rows = f"Look at the rows of the batches of steps {steps}; remove those that are wrong, or clip gradients."
-            yield replace(found, next=rows) if are_rare else found
 
     def _is_huge_at_once(self, history: History) -> bool:
         norm, loss = history.gradient_norms.first, history.loss.first
@@ -570,9 +563,10 @@ class ExplodingGradients(Detector):
         diverges = (history.loss.first_nonfinite or math.inf) <= 5
         return self.first_of_diverging if diverges else self.first
 
-    def _finding(self, step: int, why: str, value: float, limit: float, confidence: float = 0.75) -> Finding:
+    def _finding(
+        self, step: int, why: str, value: float, limit: float, *, remedy: str = CLIP, confidence: float = 0.75
+    ) -> Finding:
         evidence = Evidence("training_checks/grad_norm", value, limit, "within a factor of 10 of its median")
-        remedy = "Clip it: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()."
         return self.finding("warning", step, why, remedy, evidence, confidence=confidence)
 
 
@@ -606,19 +600,18 @@ class GradientJump(Detector):
             return
         before, after = median_of(norms.between(step - 50, step - 1)), median_of(norms.between(step, step + 4))
         lasting = median_of(norms.between(step, step + int(self.lasting) - 1))
-        if not lasting >= before * self.factor / 2 or not after < math.inf:
-            return
-        yield self.finding(
-            "warning",
-            step,
-            f"At step {step:,} the gradient norm jumped {after / before:,.0f}-fold (from {before:.3g} to {after:.3g}) "
-            f"and stayed there, while the second moments of {history.optimizer} were those of the small gradients, so "
-            f"its steps were too large{_change_of_divisor(history, step)}.",
-            "Lower the learning rate around this step or reset optimizer.state; look at what changed in the data "
-            "there.",
-            Evidence("training_checks/grad_norm", after, before * self.factor, "no lasting jump"),
-            confidence=0.75,
-        )
+        if lasting >= before * self.factor / 2 and after < math.inf:
+            yield self.finding(
+                "warning",
+                step,
+                f"At step {step:,} the gradient norm jumped {after / before:,.0f}-fold (from {before:.3g} to "
+                f"{after:.3g}) and stayed there, while the second moments of {history.optimizer} were those of the "
+                f"small gradients, so its steps were too large{_change_of_divisor(history, step)}.",
+                "Lower the learning rate around this step or reset optimizer.state; look at what changed in the data "
+                "there.",
+                Evidence("training_checks/grad_norm", after, before * self.factor, "no lasting jump"),
+                confidence=0.75,
+            )
 
 
 def _change_of_divisor(history: History, step: int) -> str:

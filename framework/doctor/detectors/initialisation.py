@@ -2,16 +2,14 @@
 
 from collections.abc import Iterable
 
-from ..detector import Detector, Threshold
-from ..findings import Evidence, Finding
-from ..history import History
-from .parameters import named_fact
+from .. import Evidence, Finding, History, Threshold
+from .parameters import FactDetector, named_fact
 
 EXTREME = 8.0
 """Median scale that is a mistake even if the loss falls: N(0, 1) for layers with more than 64 inputs."""
 
 
-class InitialScale(Detector):
+class InitialScale(FactDetector):
     """Finds linear and convolutional layers whose weights are far too large or too small.
 
     Symptom: The first loss is huge, or nothing is learned
@@ -25,10 +23,8 @@ class InitialScale(Detector):
     """
 
     name = "initial-weights-scale"
-    stage = "set-up"
     large = Threshold(4.0, "in units of 1/√fan_in: the default has 0.58, He's initialisation 1.41")
     small = Threshold(0.03, "20 times below the default; GPT-2's 0.02 has 0.16 at 64 inputs, more for wider layers")
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the median layer is out of range, and the training suffers."""
@@ -66,7 +62,7 @@ def _suffers_from_large(history: History) -> bool:
     return first > 2 * uniform or history.falls_short(0.1) or history.step < 5 or first > 100 or scale > EXTREME
 
 
-class ConstantWeights(Detector):
+class ConstantWeights(FactDetector):
     """Finds matrices whose elements are all equal, so that units cannot become different.
 
     Symptom: All units of a layer do the same
@@ -80,10 +76,8 @@ class ConstantWeights(Detector):
     """
 
     name = "constant-initial-weights"
-    stage = "set-up"
     share = Threshold(0.5, "half of the matrices; a single one may be meant")
     zeros = Threshold(0.8, "of the matrices if all are zeros; in LoRA and zero-initialised blocks it is half")
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if many matrices are constant."""
@@ -104,7 +98,7 @@ class ConstantWeights(Detector):
         )
 
 
-class UntiedCopies(Detector):
+class UntiedCopies(FactDetector):
     """Finds an embedding and an output projection that start equal but are separate parameters.
 
     Symptom: Tied embeddings become different
@@ -119,7 +113,6 @@ class UntiedCopies(Detector):
 
     name = "embeddings-not-tied"
     stage = "evaluation"
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for the first pair."""

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..detector import Detector, Threshold
-from ..findings import Evidence, Finding
-from ..history import Curve, History, median_of
+from .. import Curve, Detector, Evidence, Finding, History, Threshold
+from ..history import median_of
 from ..measures import compared, is_sorted_by_class, jump_of_gradient
 
 LR = "training_metrics/lr"
@@ -90,11 +89,9 @@ class LearningRateTooHigh(Detector):
         if not (harm or is_certain):
             return
         lr = initial_lr(history)
-        change = (
-            f"changed the weights by {_ratio_text(high)} their size"
-            if math.isfinite(high)
-            else "made the weights infinite"
-        )
+        change = "made the weights infinite"
+        if math.isfinite(high):
+            change = f"changed the weights by {_ratio_text(high)} their size"
         finding = self.finding(
             "warning" if only_lasts else "critical",
             int(ratios.steps[is_large][0]),
@@ -273,7 +270,14 @@ def set_rates(history: History) -> list[float]:
     return [float(rate) for rate in rates if isinstance(rate, (int, float))] or [0.0]
 
 
-class WarmUpTooLong(Detector):
+class ScheduleDetector(Detector):
+    """Looks for one problem in the learning rates of all steps."""
+
+    stage = "set-up"
+    needs = ("training_metrics",)
+
+
+class WarmUpTooLong(ScheduleDetector):
     """Finds a warm-up that takes longer than the training.
 
     Symptom: The loss hardly falls
@@ -287,10 +291,8 @@ class WarmUpTooLong(Detector):
     """
 
     name = "warm-up-too-long"
-    stage = "set-up"
     level = Threshold(0.2, "of the learning rate that was set; warm-ups of 5 to 10 % have ended by then")
     share = Threshold(0.5, "of the planned steps; without a plan, the end of the run")
-    needs = ("training_metrics",)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the newest learning rate is the highest, and far below the one of the optimizer."""
@@ -300,20 +302,19 @@ class WarmUpTooLong(Detector):
             return
         planned = history.planned_steps or 0
         is_late = history.step >= self.share * planned if planned else history.is_over
-        if not is_late or curve.last >= self.level * target:
-            return
-        yield self.finding(
-            # A run without a plan may be the start of a longer one, but OneCycleLR knows its number of steps.
-            "warning" if planned or len(known) > 1 else "info",
-            curve.first_step,
-            f"The warm-up is longer than the training: after {history.step:,} steps the learning rate is "
-            f"{curve.last:.3g}, still rising, and {target:.3g} was set.",
-            "Use a warm-up of 1 to 10 % of the steps, and step its scheduler after every batch.",
-            Evidence(LR, curve.last, self.level * target, "the learning rate that was set, after the warm-up"),
-        )
+        if is_late and not curve.last >= self.level * target:
+            yield self.finding(
+                # A run without a plan may be the start of a longer one, but OneCycleLR knows its number of steps.
+                "warning" if planned or len(known) > 1 else "info",
+                curve.first_step,
+                f"The warm-up is longer than the training: after {history.step:,} steps the learning rate is "
+                f"{curve.last:.3g}, still rising, and {target:.3g} was set.",
+                "Use a warm-up of 1 to 10 % of the steps, and step its scheduler after every batch.",
+                Evidence(LR, curve.last, self.level * target, "the learning rate that was set, after the warm-up"),
+            )
 
 
-class LearningRateZero(Detector):
+class LearningRateZero(ScheduleDetector):
     """Finds a learning rate of zero before the end of the training.
 
     Symptom: The loss does not change at all
@@ -325,11 +326,9 @@ class LearningRateZero(Detector):
     """
 
     name = "learning-rate-zero"
-    stage = "set-up"
     steps = Threshold(5, "a warm-up may start at 0 for one step")
     share = Threshold(0.1, "of the training, at its start")
     share_at_end = Threshold(0.25, "of the training; schedules may end at 0 for a while")
-    needs = ("training_metrics",)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding for a learning rate that is zero now, or was zero at the start, for several steps."""
@@ -368,7 +367,7 @@ def returns_after_burst(values: "np.typing.NDArray[np.float64]") -> bool:
     return 0.5 * usual < newest < 2 * usual
 
 
-class ScheduleEndsEarly(Detector):
+class ScheduleEndsEarly(ScheduleDetector):
     """Finds a schedule that has used up the learning rate long before the end.
 
     Symptom: The loss stops falling early
@@ -381,13 +380,11 @@ class ScheduleEndsEarly(Detector):
     """
 
     name = "schedule-ends-early"
-    stage = "set-up"
     level = Threshold(0.005, "below 0.5 % of the peak a step has no effect; usual final values are 1 to 10 %")
     share = Threshold(0.35, "the share of the training that is spent there; cosine schedules spend 5 %")
     small = Threshold(0.015, "of the peak, which usual schedules reach late")
     long = Threshold(0.85, "the share of the training that is spent below that")
     nothing = Threshold(1e-4, "of the peak, from which no schedule returns; for trainings in progress")
-    needs = ("training_metrics",)
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -434,17 +431,16 @@ class ScheduleEndsEarly(Detector):
         if step is None:
             return None
         peak = float(np.nanmax(curve.values))
-        if not (history.planned_steps or history.is_over or self._is_used_up(history, step, curve.last / peak)):
+        # Of a run without a plan, a learning rate that has been nearly 0 for half of the steps so far.
+        is_nothing = curve.last / peak < self.nothing and history.step >= 100
+        is_used_up = is_nothing and history.step - step > 0.5 * history.step
+        if not (history.planned_steps or history.is_over or is_used_up):
             return None
         total = max(history.planned_steps or 0, history.step)
         return step if total - step >= least and history.step - step >= 0.05 * total else None
 
-    def _is_used_up(self, history: History, step: int, level: float) -> bool:
-        """Return whether the learning rate of a run without a plan has been nearly 0 for half of the steps so far."""
-        return level < self.nothing and history.step >= 100 and history.step - step > 0.5 * history.step
 
-
-class CosineRises(Detector):
+class CosineRises(ScheduleDetector):
     """Finds a cosine schedule that is stepped beyond its length, so that the learning rate rises again.
 
     Symptom: The learning rate goes up and down
@@ -458,9 +454,7 @@ class CosineRises(Detector):
     """
 
     name = "cosine-schedule-rises"
-    stage = "set-up"
     rise = Threshold(0.2, "share of the peak by which the learning rate rises after a minimum")
-    needs = ("training_metrics",)
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the learning rate of CosineAnnealingLR rises after it has fallen."""

@@ -7,16 +7,22 @@ from dataclasses import replace
 import numpy as np
 
 from ...errors import counted, listed
-from ..detector import Detector, Threshold
-from ..findings import Evidence, Finding
-from ..history import Curve, History, median_of
+from .. import Curve, Detector, Evidence, Finding, History, Rule, Threshold
+from ..history import median_of
 from ..measures import CHECKS, compared, divided_afterwards, is_minimised, learns_values
-from ..rules import Rule
 from ..stages import Stage
 from .learning_rates import is_warming_up
 
 
-class DoublyNormalised(Rule):
+class WrongFormula(Rule):
+    """Finds a mistake in the formula of the loss, with which no training succeeds."""
+
+    stage = "set-up"
+    severity = "critical"
+    confidence = 0.97
+
+
+class DoublyNormalised(WrongFormula):
     """Finds a softmax before a loss that contains one, or a sigmoid likewise.
 
     Symptom: The loss falls slowly and stays high
@@ -28,18 +34,15 @@ class DoublyNormalised(Rule):
     """
 
     name = "softmax-applied-twice"
-    stage = "set-up"
     metric = f"{CHECKS}/doubly_normalised"
-    severity = "critical"
     why = (
         "The model's output passes through a softmax or sigmoid, and the loss applies another one, so that its "
         "gradients are small and the loss cannot approach 0."
     )
     remedy = "Remove the softmax or sigmoid from the model: cross_entropy and BCEWithLogitsLoss take logits."
-    confidence = 0.97
 
 
-class LogSoftmaxMissing(Rule):
+class LogSoftmaxMissing(WrongFormula):
     """Finds a likelihood of outputs that are not log-probabilities.
 
     Symptom: The loss is negative
@@ -53,15 +56,12 @@ class LogSoftmaxMissing(Rule):
     """
 
     name = "log-softmax-missing"
-    stage = "set-up"
     metric = f"{CHECKS}/lacks_log_softmax"
-    severity = "critical"
     why = (
         "nll_loss, ctc_loss or kl_div gets logits or probabilities instead of log-probabilities, so that the loss is "
         "not a likelihood."
     )
     remedy = "Apply torch.log_softmax(logits, dim=-1) before the loss, or use cross_entropy in place of nll_loss."
-    confidence = 0.97
 
 
 class OneClass(Detector):
@@ -121,19 +121,18 @@ class TemperatureMissing(Detector):
             return
         # The right class has the cosine 1 and all others −1: −ln(eˢ / (eˢ + (C − 1) e⁻ˢ)).
         bound = math.log1p((classes - 1) * math.exp(-2 * scale))
-        if not bound > self.bound * math.log(classes):
-            return
-        yield self.finding(
-            "warning",
-            curve.first_step,
-            f"The logits are cosines times {scale:.3g}, so the cross-entropy over {classes:g} classes cannot fall "
-            f"below {bound:.3g}, and equal probabilities give {math.log(classes):.3g}.",
-            "Divide the cosines by a temperature, such as 0.1, or multiply them by a trained factor.",
-            Evidence(f"{CHECKS}/cosine_scale", scale, self.scale, "2 to 20"),
-        )
+        if bound > self.bound * math.log(classes):
+            yield self.finding(
+                "warning",
+                curve.first_step,
+                f"The logits are cosines times {scale:.3g}, so the cross-entropy over {classes:g} classes cannot fall "
+                f"below {bound:.3g}, and equal probabilities give {math.log(classes):.3g}.",
+                "Divide the cosines by a temperature, such as 0.1, or multiply them by a trained factor.",
+                Evidence(f"{CHECKS}/cosine_scale", scale, self.scale, "2 to 20"),
+            )
 
 
-class LossBroadcast(Rule):
+class LossBroadcast(WrongFormula):
     """Finds a loss that compares every output with every target of the batch.
 
     Symptom: A regression learns the mean of its targets only
@@ -147,15 +146,12 @@ class LossBroadcast(Rule):
     """
 
     name = "loss-broadcast"
-    stage = "set-up"
     metric = f"{CHECKS}/loss_is_broadcast"
-    severity = "critical"
     why = (
         "The shapes of outputs and targets differ, such as (N, 1) and (N,), and broadcast to N × N pairs: every "
         "output is compared with every target of the batch, so that the model learns their mean."
     )
     remedy = "Give both the same shape before the loss: outputs.squeeze(-1), or targets.unsqueeze(-1)."
-    confidence = 0.97
 
 
 class CausalMaskMissing(Detector):
@@ -178,16 +174,15 @@ class CausalMaskMissing(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if all attention operations look ahead."""
         ahead = history.curve(f"{CHECKS}/look_ahead_fraction")
-        if ahead.last != 1 or history.last(f"{CHECKS}/target_shift") != 1:
-            return
-        yield self.finding(
-            "critical",
-            ahead.first_step,
-            "The targets are the next tokens of the inputs, but attention has no causal mask: every position sees the "
-            "token that it should predict, which it will not see when text is generated.",
-            "Use scaled_dot_product_attention(q, k, v, is_causal=True), or pass a causal mask to the layer.",
-            Evidence(f"{CHECKS}/look_ahead_fraction", 1, 1, "below 1"),
-        )
+        if ahead.last == 1 and history.last(f"{CHECKS}/target_shift") == 1:
+            yield self.finding(
+                "critical",
+                ahead.first_step,
+                "The targets are the next tokens of the inputs, but attention has no causal mask: every position sees "
+                "the token that it should predict, which it will not see when text is generated.",
+                "Use scaled_dot_product_attention(q, k, v, is_causal=True), or pass a causal mask to the layer.",
+                Evidence(f"{CHECKS}/look_ahead_fraction", 1, 1, "below 1"),
+            )
 
 
 class TargetsShiftedWrongly(Detector):
@@ -365,7 +360,7 @@ class TargetsNotProbabilities(Detector):
         )
 
 
-class NormalisedOverRows(Rule):
+class NormalisedOverRows(WrongFormula):
     """Finds a softmax over the batch, in the model or in the loss.
 
     Symptom: The loss falls, but the accuracy stays low
@@ -380,9 +375,7 @@ class NormalisedOverRows(Rule):
 
     name = "softmax-over-batch"
     law = "rows_do_not_mix"
-    stage = "set-up"
     metric = f"{CHECKS}/normalised_over_rows"
-    severity = "critical"
     why = (
         "A softmax, of the model or in the loss, runs over the rows of the batch and not over classes or positions, so "
         "that the rows compete with each other, and single rows get other outputs than batches."
@@ -569,17 +562,16 @@ class TargetsNotNormalised(Detector):
         scale = (history.facts.get("weight_scales") or {}).get("median", 0)
         is_known = history.last(f"{CHECKS}/class_count") == 0 and history.last(f"{CHECKS}/loss_is_summed") == 0
         is_huge = self.loss < loss.first < math.inf
-        if loss.first_step != 1 or not is_known or not is_huge or deviation > 10 or scale > 4:
-            return
-        yield self.finding(
-            "warning",
-            1,
-            f"The first loss is {loss.first:.3g}, so targets or outputs have a deviation of about "
-            f"{math.sqrt(loss.first):,.0f}.",
-            "Standardise the targets: (targets - targets.mean()) / targets.std().",
-            Evidence(f"{CHECKS}/loss", loss.first, self.loss, "near 1"),
-            confidence=0.7,
-        )
+        if loss.first_step == 1 and is_known and is_huge and not (deviation > 10 or scale > 4):
+            yield self.finding(
+                "warning",
+                1,
+                f"The first loss is {loss.first:.3g}, so targets or outputs have a deviation of about "
+                f"{math.sqrt(loss.first):,.0f}.",
+                "Standardise the targets: (targets - targets.mean()) / targets.std().",
+                Evidence(f"{CHECKS}/loss", loss.first, self.loss, "near 1"),
+                confidence=0.7,
+            )
 
 
 class LossRising(Detector):
@@ -646,7 +638,14 @@ def rank_correlation(values: "np.typing.NDArray[np.float64]") -> float:
     return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])
 
 
-class NoBetterThanUniform(Detector):
+class NothingLearned(Detector):
+    """Looks for one sign that the model has learned nothing up to now."""
+
+    stage = "loss"
+    waits = True
+
+
+class NoBetterThanUniform(NothingLearned):
     """Finds a classifier whose loss stays at that of equal probabilities.
 
     Symptom: The loss stays at ln(number of classes)
@@ -660,11 +659,9 @@ class NoBetterThanUniform(Detector):
     """
 
     name = "no-better-than-uniform"
-    stage = "loss"
     share = Threshold(0.93, "of ln(C); a training that works is far below after 100 steps")
     share_of_plan = Threshold(0.2, "of the planned steps, or of 1,500 if the plan is unknown")
     first_update = Threshold(0.03, "of the weights; the first updates of AdamW change about 1 %")
-    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last losses are near ln(C)."""
@@ -709,7 +706,7 @@ class NoBetterThanUniform(Detector):
         )
 
 
-class NoBetterThanFrequencies(Detector):
+class NoBetterThanFrequencies(NothingLearned):
     """Finds a classifier or language model that predicts how frequent its targets are, for every input.
 
     Symptom: The loss falls in the first steps, to the entropy of the targets, and stays there
@@ -724,12 +721,10 @@ class NoBetterThanFrequencies(Detector):
     """
 
     name = "no-better-than-frequencies"
-    stage = "loss"
     share = Threshold(0.97, "of the entropy of the same batch; models that learn from inputs are below")
     even = Threshold(0.93, "of ln(C), above which no-better-than-uniform reports the same")
     steps = Threshold(200, "steps; models that learn are below the entropy by then")
     checks = Threshold(3, "last checked batches after a quarter of the steps, of which the median counts")
-    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last checked losses are those of predicting the frequencies of their batches."""
@@ -755,7 +750,7 @@ NEAR_MEAN = 2.0
 """Loss relative to that of the mean up to which the model is likely to predict the mean."""
 
 
-class NoBetterThanMean(Detector):
+class NoBetterThanMean(NothingLearned):
     """Finds a regression that always predicts the mean of its targets, or is worse than that.
 
     Symptom: The loss of a regression stays at or far above the variance of the targets
@@ -771,12 +766,10 @@ class NoBetterThanMean(Detector):
     """
 
     name = "no-better-than-mean"
-    stage = "loss"
     share = Threshold(0.97, "of the variance of the same batch; targets that inputs explain by less are rare")
     worse = Threshold(5.0, "times the variance; critics, whose targets move, can be above it for a while")
     steps = Threshold(200, "steps; models that learn are below the variance by then")
     checks = Threshold(3, "last checked batches after a quarter of the steps, of which the median counts")
-    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the last checked losses are those of predicting the mean of their batches."""
@@ -847,21 +840,20 @@ class LossConstant(Detector):
         values, level = loss.values, abs(loss.first)
         if len(loss) < self.steps or not np.isfinite(values).all() or not level > 0:
             return
-        if not np.ptp(values) < self.spread * level or not history.update_ratios.median > 1e-7:
-            return
-        yield self.finding(
-            "warning",
-            int(loss.steps[1]),
-            f"The loss is {loss.first:.4g} at all {len(loss):,} steps, although the weights change: terms of the loss "
-            "cancel, or it does not depend on the outputs of the model.",
-            "Check that a reference or target model is a copy (copy.deepcopy) and not the model itself, and that the "
-            "outputs of the model reach the loss.",
-            Evidence(f"{CHECKS}/loss", loss.last, None, "differs between batches"),
-            confidence=0.8,
-        )
+        if np.ptp(values) < self.spread * level and history.update_ratios.median > 1e-7:
+            yield self.finding(
+                "warning",
+                int(loss.steps[1]),
+                f"The loss is {loss.first:.4g} at all {len(loss):,} steps, although the weights change: terms of the "
+                "loss cancel, or it does not depend on the outputs of the model.",
+                "Check that a reference or target model is a copy (copy.deepcopy) and not the model itself, and that "
+                "the outputs of the model reach the loss.",
+                Evidence(f"{CHECKS}/loss", loss.last, None, "differs between batches"),
+                confidence=0.8,
+            )
 
 
-class LossNotFalling(Detector):
+class LossNotFalling(NothingLearned):
     """Reports a loss that has not fallen, when nothing explains it.
 
     Symptom: The loss does not fall
@@ -874,17 +866,14 @@ class LossNotFalling(Detector):
     """
 
     name = "loss-not-falling"
-    stage = "loss"
     fall = Threshold(0.02, "trainings that work fall by more within 200 steps")
-    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a remark if the loss has fallen by less than 2 %."""
         loss = history.loss
         if len(loss) < 100 or loss.last_step < 200 or loss.first_nonfinite is not None:
             return
-        fall = history.loss_fall
-        if fall < self.fall:
+        if history.loss_fall < self.fall:
             yield self.finding(
                 "info",
                 200,
@@ -918,11 +907,8 @@ class LossSpike(Detector):
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding about the first alert of a spike above the severity info."""
-        alerts = [
-            alert
-            for alert in history.alerts_of("loss_spikes", "loss_deviation", "loss_rise")
-            if alert.get("severity", "warning") != "info"
-        ]
+        spikes = history.alerts_of("loss_spikes", "loss_deviation", "loss_rise")
+        alerts = [alert for alert in spikes if alert.get("severity", "warning") != "info"]
         if not alerts or learns_values(history):
             return
         alert = alerts[0]
@@ -971,26 +957,23 @@ class LossUnbounded(Detector):
         first = loss.start_level()
         middle, late, last = (median_of(loss.values[end - width : end]) for end in (third, 2 * third, len(loss)))
         is_large = last < -self.size * max(1.0, abs(first))
-        if not (is_large and last < late < middle and late - last > self.speed * (middle - late)):
-            return
-        yield self.finding(
-            "warning",
-            int(loss.steps[third]),
-            f"The loss falls ever faster below zero, from {first:.3g} to {last:.3g}: it has no lower bound.",
-            "Check the signs of its terms, and limit distances by a margin and variances from below. With binary "
-            "cross-entropy, check that all targets are between 0 and 1.",
-            Evidence(f"{CHECKS}/loss", last, -self.size * max(1.0, abs(first)), "approaches a minimum"),
-            confidence=0.8,
-        )
+        if is_large and last < late < middle and late - last > self.speed * (middle - late):
+            yield self.finding(
+                "warning",
+                int(loss.steps[third]),
+                f"The loss falls ever faster below zero, from {first:.3g} to {last:.3g}: it has no lower bound.",
+                "Check the signs of its terms, and limit distances by a margin and variances from below. With binary "
+                "cross-entropy, check that all targets are between 0 and 1.",
+                Evidence(f"{CHECKS}/loss", last, -self.size * max(1.0, abs(first)), "approaches a minimum"),
+                confidence=0.8,
+            )
 
 
 def validation_loss(history: History) -> tuple[str, Curve]:
     """Return the name and the curve of a validation loss; an empty curve if there is none."""
     prefix = "training_metrics/evaluation/"
-    evaluated = [name for name in history.curves if name.startswith(prefix)]
-    names = [
-        name for name in evaluated if "loss" in name.removeprefix(prefix) and "train_" not in name.removeprefix(prefix)
-    ]
+    evaluated = {name: name.removeprefix(prefix) for name in history.curves if name.startswith(prefix)}
+    names = [name for name, number in evaluated.items() if "loss" in number and "train_" not in number]
     preferred = [name for name in names if any(word in name for word in ("val", "eval", "test", "valid"))]
     name = next(iter(preferred or names), "")
     return name, history.curve(name)
@@ -1046,16 +1029,11 @@ class TrainValidationDiverging(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the validation loss has risen by a factor, or accuracies differ widely at the end."""
         name, validation = validation_loss(history)
-        found = (
-            self._unchanged(history, name, validation)
-            or self._apart_at_once(history, name, validation)
-            or self._rising(history, name, validation)
-            or self._like_chance(history, name, validation)
-            or self._unmoved(history, name, validation)
-            or self._accuracies_apart(history)
-        )
-        if found is not None:
-            yield found
+        for judge in (self._unchanged, self._apart_at_once, self._rising, self._like_chance, self._unmoved):
+            if (found := judge(history, name, validation)) is not None:
+                yield found
+                return
+        yield from self._accuracies_apart(history)
 
     def _unchanged(self, history: History, name: str, validation: Curve) -> Finding | None:
         """Return a finding if all validation losses are the same number while the training loss falls."""
@@ -1184,20 +1162,19 @@ class TrainValidationDiverging(Detector):
             Evidence(f"{CHECKS}/loss", trained),
         )
 
-    def _accuracies_apart(self, history: History) -> Finding | None:
-        """Return a finding if the training set is learned and the validation accuracy stays far below."""
+    def _accuracies_apart(self, history: History) -> Iterable[Finding]:
+        """Yield a finding if the training set is learned and the validation accuracy stays far below."""
         train, held_out = history.curve("training_metrics/train_acc"), history.curve("training_metrics/val_acc")
         gap = train.last - held_out.last
         learned = held_out.values[train.values > 0.95] if len(train) == len(held_out) else held_out.values
         is_stuck = len(learned) >= 5 and held_out.last <= learned[0] + 0.02  # a gap that closes is grokking
-        if not (train.last > 0.95 and gap > self.gap and is_stuck):
-            return None
-        return self._memorises(
-            train.first_step_where(train.values > 0.95) or train.last_step,
-            f"The training accuracy is {train.last:.0%}, but the validation accuracy {held_out.last:.0%}: the model "
-            "memorises its training data.",
-            Evidence("training_metrics/val_acc", held_out.last, train.last - self.gap, "near train_acc"),
-        )
+        if train.last > 0.95 and gap > self.gap and is_stuck:
+            yield self._memorises(
+                train.first_step_where(train.values > 0.95) or train.last_step,
+                f"The training accuracy is {train.last:.0%}, but the validation accuracy {held_out.last:.0%}: the "
+                "model memorises its training data.",
+                Evidence("training_metrics/val_acc", held_out.last, train.last - self.gap, "near train_acc"),
+            )
 
     def _does_not_generalise(self, history: History, validation: Curve) -> bool:
         """Return whether all validation losses are those of equal probabilities or worse, and training losses not."""

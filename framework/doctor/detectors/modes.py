@@ -6,15 +6,14 @@ from dataclasses import replace
 import numpy as np
 
 from ...errors import counted
-from ..detector import Detector, Threshold
-from ..findings import Evidence, Finding
-from ..history import History, median_of
+from .. import Detector, Evidence, Finding, History, Rule, Threshold
+from ..history import median_of
 from ..measures import CHECKS
-from ..rules import Rule, alert, fact
-from .parameters import named_fact
+from ..rules import alert, fact
+from .parameters import FactDetector, named_fact
 
 
-class EvalModeInTraining(Detector):
+class EvalModeInTraining(Rule):
     """Finds a model that is trained in eval mode.
 
     Symptom: Dropout and batch normalisation have no effect
@@ -28,12 +27,20 @@ class EvalModeInTraining(Detector):
 
     name = "model-in-eval-mode"
     stage = "evaluation"
+    read = staticmethod(alert)
+    metric = "evaluation/eval_mode_left"
+    why = (
+        "The function given to scope.evaluate calls model.eval(), and nothing calls model.train() before the next "
+        "step. scope.evaluate restores train mode, so this run trains correctly; the same script without it trains in "
+        "eval mode after its first evaluation."
+    )
+    remedy = "Call model.train() at the end of the function, or leave model.eval() to scope.evaluate."
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the model was in eval mode at a checked step, or would be without ``scope.evaluate``."""
         curve = history.curve(f"{CHECKS}/model_in_eval")
         if not curve.last > 0:
-            yield from self._hidden(history)
+            yield from super().detect(history)
             return
         layers = []
         if count := history.facts.get("dropouts"):
@@ -51,22 +58,8 @@ class EvalModeInTraining(Detector):
         # Without the statistics of the batch, the layers behind a batch normalisation get values of any size.
         yield replace(finding, stage="set-up") if history.facts.get("batchnorms") else finding
 
-    def _hidden(self, history: History) -> Iterable[Finding]:
-        """Return a finding if ``scope.evaluate`` has restored train mode for a loop that does not."""
-        is_left, step = alert(history, "evaluation/eval_mode_left")
-        if is_left:
-            yield self.finding(
-                "warning",
-                step,
-                "The function given to scope.evaluate calls model.eval(), and nothing calls model.train() before the "
-                "next step. scope.evaluate restores train mode, so this run trains correctly; the same script without "
-                "it trains in eval mode after its first evaluation.",
-                "Call model.train() at the end of the function, or leave model.eval() to scope.evaluate.",
-                Evidence("evaluation/eval_mode_left", 1, 0, "0"),
-            )
 
-
-class BatchNormFrozen(Detector):
+class BatchNormFrozen(FactDetector):
     """Finds trained batch normalisations whose statistics do not change.
 
     Symptom: Training and validation differ with batch normalisation
@@ -82,7 +75,6 @@ class BatchNormFrozen(Detector):
 
     name = "batchnorm-frozen"
     stage = "evaluation"
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the start-up facts."""
@@ -196,7 +188,15 @@ class DropoutTooStrong(Rule):
     confidence = 0.85
 
 
-class EvaluationInTrainMode(Rule):
+class AlertRule(Rule):
+    """Finds an alert that the loop has raised itself, without a hook."""
+
+    needs = ()
+    read = staticmethod(alert)
+    confidence = 0.95
+
+
+class EvaluationInTrainMode(AlertRule):
     """Finds evaluations that run the model in train mode.
 
     Symptom: Validation numbers are noisy or too bad
@@ -213,18 +213,15 @@ class EvaluationInTrainMode(Rule):
     name = "evaluation-in-train-mode"
     law = "evaluation_changes_nothing"
     stage = "evaluation"
-    needs = ()
-    read = staticmethod(alert)
     metric = "evaluation/train_mode"
     why = (
         "The model is evaluated in train mode: dropout is active in the evaluation, and batch normalisation uses and "
         "changes the statistics of its batches."
     )
     remedy = "Call model.eval() before the evaluation and model.train() afterwards."
-    confidence = 0.95
 
 
-class OptimizerReplaced(Rule):
+class OptimizerReplaced(AlertRule):
     """Finds steps of an optimizer that is not attached over the parameters of the model.
 
     Symptom: Hooks report nothing after some step, or count all later steps as skipped
@@ -239,18 +236,15 @@ class OptimizerReplaced(Rule):
 
     name = "optimizer-replaced"
     stage = "set-up"
-    needs = ()
-    read = staticmethod(alert)
     metric = "optimizers/other_optimizer"
     why = (
         "Another optimizer steps the parameters of the model since step {step:,}, and hooks do not see its updates: "
         "later numbers about updates and the optimizer are missing or wrong."
     )
     remedy = "Close the scope and attach the new optimizer, or give attach(model, [first, second]) both."
-    confidence = 0.95
 
 
-class DropoutInEvaluation(Detector):
+class DropoutInEvaluation(AlertRule):
     """Finds dropout that is active in eval mode.
 
     Symptom: Validation numbers are worse than those in training, and differ from call to call
@@ -268,7 +262,13 @@ class DropoutInEvaluation(Detector):
     name = "dropout-in-evaluation"
     law = "evaluation_changes_nothing"
     stage = "evaluation"
-    needs = ()
+    metric = "evaluation/active_dropout"
+    why = (
+        "The model drops elements in eval mode, too: functional.dropout has training=True by default, and "
+        "scaled_dot_product_attention drops with probability dropout_p in every mode."
+    )
+    remedy = "Pass training=self.training to functional.dropout; to attention, dropout_p=p if self.training else 0.0."
+    confidence = 0.9
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the alert of the first evaluation."""
@@ -282,14 +282,4 @@ class DropoutInEvaluation(Detector):
                 "Use nn.ModuleList or nn.ModuleDict in place of a list or dict of modules.",
                 Evidence("evaluation/unregistered_dropout", 1, 0, "0"),
             )
-        is_active, step = alert(history, "evaluation/active_dropout")
-        if is_active:
-            yield self.finding(
-                "warning",
-                step,
-                "The model drops elements in eval mode, too: functional.dropout has training=True by default, and "
-                "scaled_dot_product_attention drops with probability dropout_p in every mode.",
-                "Pass training=self.training to functional.dropout; to attention, dropout_p=p if self.training else "
-                "0.0.",
-                Evidence("evaluation/active_dropout", 1, 0, "0"),
-            )
+        yield from super().detect(history)

@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import listed
-from ..detector import Detector, Threshold
-from ..findings import Evidence, Finding
-from ..history import History
+from .. import Detector, Evidence, Finding, History, Threshold
 
 
 class NonFinite(Detector):

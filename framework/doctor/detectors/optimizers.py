@@ -5,14 +5,18 @@ from typing import Any
 
 import numpy as np
 
-from ..detector import Detector, Threshold
-from ..findings import Evidence, Finding
-from ..history import History, median_of
+from .. import Detector, Evidence, Finding, History, Threshold
+from ..history import median_of
+from .parameters import FactDetector
 
 
 def _number(value: object) -> float:
     """Return an option as a number, 0 if it is missing or no number."""
     return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _decay(group: Mapping[str, Any]) -> float:
+    return _number(group.get("weight_decay"))
 
 
 class ClippingTooStrong(Detector):
@@ -42,11 +46,8 @@ class ClippingTooStrong(Detector):
         before, after = (history.curve(f"parameter_norms/total_{name}grad_norm") for name in ("", "clipped_"))
         if len(fraction) < 1 or not len(after) or history.step < 10:
             return
-        factors = [
-            value / before.at(int(step))
-            for step, value in zip(after.steps, after.values, strict=True)
-            if before.at(int(step)) > 0
-        ]
+        norms = [before.at(int(step)) for step in after.steps]
+        factors = [value / norm for value, norm in zip(after.values, norms, strict=True) if norm > 0]
         factor = median_of(np.array(factors))
         if not (fraction.median > self.clipped and 0 < factor < self.factor):
             return
@@ -121,7 +122,7 @@ class EpsilonTooLarge(Detector):
             )
 
 
-class MomentumUnusual(Detector):
+class MomentumUnusual(FactDetector):
     """Finds swapped betas, and momentum so close to 1 that the training oscillates.
 
     Symptom: The loss oscillates or reacts with delay
@@ -135,9 +136,7 @@ class MomentumUnusual(Detector):
     """
 
     name = "momentum-unusual"
-    stage = "set-up"
     momentum = Threshold(0.995, "an average over 200 steps; recipes use up to 0.99")
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from the options of the parameter groups."""
@@ -145,20 +144,17 @@ class MomentumUnusual(Detector):
             betas, momentum = group.get("betas") or [], group.get("momentum") or 0
             if len(betas) >= 2 and betas[0] > betas[1] and betas[0] >= 0.98:
                 why = f"The betas ({betas[0]:g}, {betas[1]:g}) are probably swapped."
-                yield self._finding(why, "Use betas=(0.9, 0.999).", Evidence("facts/betas", betas, None, "0.9"), 0.9)
+                evidence = Evidence("facts/betas", betas, None, "0.9")
+                yield self.finding("warning", 0, why, "Use betas=(0.9, 0.999).", evidence)
                 return
             first = betas[0] if betas else momentum if isinstance(momentum, (int, float)) else 0
             if first >= self.momentum:
-                why = (
-                    f"The momentum of {group['optimizer']} is {first:g}, an average over "
-                    f"{1 / (1 - min(first, 0.999999)):,.0f} steps."
-                )
+                steps = 1 / (1 - min(first, 0.999999))
+                why = f"The momentum of {group['optimizer']} is {first:g}, an average over {steps:,.0f} steps."
                 remedy = "Use betas=(0.9, 0.999)." if betas else "Use momentum=0.9."
-                yield self._finding(why, remedy, Evidence("facts/momentum", first, None, "0.9"), 0.8)
+                evidence = Evidence("facts/momentum", first, None, "0.9")
+                yield self.finding("warning", 0, why, remedy, evidence, confidence=0.8)
                 return
-
-    def _finding(self, why: str, remedy: str, evidence: Evidence, confidence: float) -> Finding:
-        return self.finding("warning", 0, why, remedy, evidence, confidence=confidence)
 
 
 class WeightsShrink(Detector):
@@ -186,14 +182,10 @@ class WeightsShrink(Detector):
         """Return a finding if the weight norm falls far, with a decay, while the loss does not fall as it should."""
         norms = history.curve("parameter_norms/total_weight_norm")
         groups = history.facts.get("groups") or []
-        decay = max((_number(group.get("weight_decay")) for group in groups), default=0.0)
+        decay = max(map(_decay, groups), default=0.0)
         # A usual decay of AdamW shrinks weights as fast only if the learning rate is far too high.
-        unusual = [
-            group
-            for group in groups
-            if group.get("optimizer") != "AdamW" or _number(group.get("weight_decay")) > self.adamw
-        ]
-        per_step = max((_number(item.get("weight_decay")) * _number(item.get("lr")) for item in unusual), default=0.0)
+        unusual = [group for group in groups if group.get("optimizer") != "AdamW" or _decay(group) > self.adamw]
+        per_step = max((_decay(group) * _number(group.get("lr")) for group in unusual), default=0.0)
         if per_step > self.per_step:
             yield self.finding(
                 "critical",
@@ -236,4 +228,4 @@ class WeightsShrink(Detector):
 def _adds_decay(group: Mapping[str, Any]) -> bool:
     """Return whether an optimizer adds its weight decay to a gradient that it then divides by its size."""
     is_adaptive = group.get("optimizer") in ("Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
-    return is_adaptive and not group.get("decoupled_weight_decay") and _number(group.get("weight_decay")) > 0
+    return is_adaptive and not group.get("decoupled_weight_decay") and _decay(group) > 0

@@ -4,9 +4,8 @@ import math
 import re
 from collections.abc import Iterable
 
-from ..detector import Detector, Threshold
-from ..findings import Evidence, Finding
-from ..history import Curve, History, median_of
+from .. import Curve, Detector, Evidence, Finding, History, Threshold
+from ..history import median_of
 from ..measures import CHECKS, compared, is_minimised
 from .learning_rates import is_warming_up
 from .losses import validation_loss

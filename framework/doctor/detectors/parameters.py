@@ -1,12 +1,12 @@
 """Detectors of parameters that the training cannot change as intended, from the start-up facts."""
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 from ...errors import counted, listed
-from ..detector import Detector, Threshold
-from ..findings import Evidence, Finding
-from ..history import History
+from .. import Detector, Evidence, Finding, History, Threshold
 from ..measures import CHECKS
+from ..stages import Stage
 
 
 def named(names: list[str], count: int) -> str:
@@ -20,7 +20,14 @@ def named_fact(history: History, name: str) -> tuple[int, str]:
     return fact.get("count") or 0, named(fact.get("names", []), fact.get("count") or 0)
 
 
-class WithoutOptimizer(Detector):
+class FactDetector(Detector):
+    """Looks for one problem in the start-up facts, for which no hook is needed."""
+
+    stage: ClassVar[Stage] = "set-up"
+    needs = ()
+
+
+class WithoutOptimizer(FactDetector):
     """Finds trainable parameters that no optimizer holds.
 
     Symptom: Some layers never change
@@ -33,8 +40,6 @@ class WithoutOptimizer(Detector):
 
     name = "parameters-without-optimizer"
     law = "every_parameter_learns"
-    stage = "set-up"
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the optimizers miss trainable parameters."""
@@ -62,7 +67,7 @@ class WithoutOptimizer(Detector):
         )
 
 
-class LayersNotRegistered(Detector):
+class LayersNotRegistered(FactDetector):
     """Finds layers in Python lists, tuples or dicts, and tensors that are not parameters.
 
     Symptom: Some layers never change
@@ -75,8 +80,6 @@ class LayersNotRegistered(Detector):
 
     name = "layers-not-registered"
     law = "every_parameter_learns"
-    stage = "set-up"
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if attributes of the model hold unregistered parameters that no optimizer trains."""
@@ -94,7 +97,7 @@ class LayersNotRegistered(Detector):
             )
 
 
-class FrozenInOptimizer(Detector):
+class FrozenInOptimizer(FactDetector):
     """Finds optimizer entries that do not require a gradient.
 
     Symptom: Some layers never change
@@ -109,7 +112,6 @@ class FrozenInOptimizer(Detector):
     stage = "evaluation"
     trainable_share = Threshold(0.5, "more than half of the model is trainable, so it is not a frozen base model")
     nearly_all = Threshold(0.8, "of the model is trainable: a frozen base that is so small is probably a mistake")
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if an optimizer holds frozen parameters."""
@@ -131,7 +133,7 @@ class FrozenInOptimizer(Detector):
         )
 
 
-class FrozenUntrained(Detector):
+class FrozenUntrained(FactDetector):
     """Finds frozen layers whose weights are those of a fresh initialisation.
 
     Symptom: Fine-tuning is much worse than expected
@@ -146,9 +148,7 @@ class FrozenUntrained(Detector):
     """
 
     name = "frozen-layers-untrained"
-    stage = "set-up"
     share = Threshold(0.5, "of the frozen layers; a training leaves no weights uniformly distributed")
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most frozen layers look untrained; a remark if the loss falls by half anyway."""
@@ -166,7 +166,7 @@ class FrozenUntrained(Detector):
             )
 
 
-class DecayedVectors(Detector):
+class DecayedVectors(FactDetector):
     """Reports biases and norm gains in a group with weight decay.
 
     Symptom: A question about weight decay
@@ -179,7 +179,6 @@ class DecayedVectors(Detector):
 
     name = "weight-decay-on-vectors"
     stage = "evaluation"
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a remark if vectors are decayed."""

@@ -8,9 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..detector import Detector, Threshold
-from ..findings import Evidence, Finding
-from ..history import Curve, Floats, History, median_of
+from .. import Curve, Detector, Evidence, Finding, History, Threshold
+from ..history import Floats, median_of
 from ..policy_numbers import FEWEST, HEALTH, LENGTHS_OF_EPISODES, MEASURED, PolicyNumbers, noise_of, rise_of
 
 SLOW = 10

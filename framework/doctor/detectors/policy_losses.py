@@ -4,11 +4,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..detector import Detector, Threshold
-from ..findings import Evidence, Finding
-from ..history import History, median_of
+from .. import Detector, Evidence, Finding, History, Rule, Threshold
+from ..history import median_of
 from ..policy_numbers import HEALTH
-from ..rules import Rule, RuleValue
+from ..rules import RuleValue
 
 
 def least(history: History, metric: str) -> RuleValue:

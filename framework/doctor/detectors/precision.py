@@ -4,9 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..detector import Detector, Threshold
-from ..findings import Evidence, Finding
-from ..history import History
+from .. import Detector, Evidence, Finding, History, Threshold
 from ..measures import CHECKS
 from .learning_rates import lr_curve
 
@@ -58,11 +56,8 @@ class RoundedUpdates(Detector):
 
 
 def _rounds_stochastically(history: History) -> bool:
-    return any(
-        "stochastic" in str(name) and value
-        for group in history.facts.get("groups", ())
-        for name, value in group.items()
-    )
+    options = [item for group in history.facts.get("groups", ()) for item in group.items()]
+    return any("stochastic" in str(name) and value for name, value in options)
 
 
 class Float16WithoutScaler(Detector):

@@ -2,10 +2,7 @@
 
 from collections.abc import Iterable
 
-from ..detector import Detector, Threshold
-from ..findings import Evidence, Finding
-from ..history import History
-from ..step_times import StepTimes, milliseconds_text
+from .. import Detector, Evidence, Finding, History, StepTimes, Threshold, milliseconds_text
 
 
 class WaitsForData(Detector):
