@@ -95,15 +95,14 @@ class ActivationsGrow(Detector):
         for name, curve in history.family("activations/rms").items():
             is_known = len(curve) >= 3 and curve.first > 1e-6 and curve.last > wanted
             if is_known and self.growth < curve.last / curve.first < math.inf and history.falls_short(0.1):
-                yield self.finding(
-                    "warning",
-                    curve.first_step_where(curve.values > self.growth * curve.first) or curve.last_step,
+                step = curve.first_step_where(curve.values > self.growth * curve.first) or curve.last_step
+                why = (
                     f"The output of {name} has grown {curve.last / curve.first:,.0f}-fold, to a root mean square of "
-                    f"{curve.last:.3g}, while the loss does not fall.",
-                    "Lower the learning rate, and normalise the input of each block.",
-                    Evidence(f"activations/rms/{name}", curve.last, self.growth * curve.first, "a factor of 10"),
-                    confidence=0.7,
+                    f"{curve.last:.3g}, while the loss does not fall."
                 )
+                remedy = "Lower the learning rate, and normalise the input of each block."
+                evidence = Evidence(f"activations/rms/{name}", curve.last, self.growth * curve.first, "a factor of 10")
+                yield self.finding("warning", step, why, remedy, evidence, confidence=0.7)
                 return
 
 

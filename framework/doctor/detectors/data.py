@@ -200,15 +200,13 @@ class InputsNotNormalised(Detector):
         metric, value, limit = "input_std", deviation.first, self.deviation if is_large else self.small
         if is_offset and not is_large:
             metric, value, limit = "input_mean", mean.first, self.offset * deviation.first
-        yield self.finding(
-            "warning",
-            1,
+        why = (
             f"The inputs are not normalised: their mean is {mean.first:.3g} and their standard deviation "
-            f"{deviation.first:.3g}.",
-            "Subtract the mean and divide by the standard deviation of the training set.",
-            Evidence(f"{CHECKS}/{metric}", value, limit, "mean 0, standard deviation 1"),
-            confidence=0.85,
+            f"{deviation.first:.3g}."
         )
+        remedy = "Subtract the mean and divide by the standard deviation of the training set."
+        evidence = Evidence(f"{CHECKS}/{metric}", value, limit, "mean 0, standard deviation 1")
+        yield self.finding("warning", 1, why, remedy, evidence, confidence=0.85)
 
 
 class InputsDrift(Detector):
@@ -324,14 +322,10 @@ class InputsConstant(Detector):
         """Return a finding if all checked inputs have the deviation 0 and the loss hardly falls."""
         deviation, mean = history.curve(f"{CHECKS}/input_std"), history.curve(f"{CHECKS}/input_mean")
         if len(deviation) >= 2 and not deviation.values.any() and history.falls_short(self.fall):
-            yield self.finding(
-                "critical",
-                deviation.first_step,
-                f"All values of the inputs are {mean.first:.3g}, in every checked batch: the model sees no data.",
-                "Print a few rows right before the model; look for an integer division, a wrong column or a mask.",
-                Evidence(f"{CHECKS}/input_std", deviation.last, 0.0, "1"),
-                confidence=0.97,
-            )
+            why = f"All values of the inputs are {mean.first:.3g}, in every checked batch: the model sees no data."
+            remedy = "Print a few rows right before the model; look for an integer division, a wrong column or a mask."
+            evidence = Evidence(f"{CHECKS}/input_std", deviation.last, 0.0, "1")
+            yield self.finding("critical", deviation.first_step, why, remedy, evidence, confidence=0.97)
 
 
 class PaddingInLoss(Rule):
@@ -387,15 +381,13 @@ class ClassIgnored(Detector):
         ends = history.curve(f"{CHECKS}/ignored_end_fraction")
         ignored = history.curve(f"{CHECKS}/ignored_target_fraction").median
         if (share := inside.median) > self.inside and ignored < self.masked:
-            yield self.finding(
-                "warning",
-                inside.first_step,
+            why = (
                 f"The loss ignores one of its classes, {ignored:.0%} of the targets, and {share:.0%} of these are not "
-                "padding at the end of a row but between other targets: this class is never learned.",
-                "Set the targets of padding to -100 and leave ignore_index at its default.",
-                Evidence(f"{CHECKS}/ignored_inside_fraction", share, self.inside, "0"),
-                confidence=0.8,
+                "padding at the end of a row but between other targets: this class is never learned."
             )
+            remedy = "Set the targets of padding to -100 and leave ignore_index at its default."
+            evidence = Evidence(f"{CHECKS}/ignored_inside_fraction", share, self.inside, "0")
+            yield self.finding("warning", inside.first_step, why, remedy, evidence, confidence=0.8)
         elif (share := ends.median) > self.ends:
             yield self.finding(
                 "warning",
@@ -435,11 +427,10 @@ class TargetsIgnored(Detector):
         problem = "so that hardly any target is trained"
         if is_one_token:
             problem = "and the others are all the same, such as padding or a mask"
-        yield self.finding(
-            "critical" if share == 1 else "warning",
-            1,
-            f"{share:.1%} of the labels are ignored by the loss (-100), {problem}.",
+        why = f"{share:.1%} of the labels are ignored by the loss (-100), {problem}."
+        remedy = (
             "Print a row of labels: those of tokens to predict must not be -100, those of padding must be. Copy the "
-            "labels (input_ids.clone()) before masks are written into the inputs.",
-            Evidence(f"{CHECKS}/ignored_target_fraction", share, self.share, "0 to 0.95"),
+            "labels (input_ids.clone()) before masks are written into the inputs."
         )
+        evidence = Evidence(f"{CHECKS}/ignored_target_fraction", share, self.share, "0 to 0.95")
+        yield self.finding("critical" if share == 1 else "warning", 1, why, remedy, evidence)

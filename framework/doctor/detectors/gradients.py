@@ -184,15 +184,13 @@ class LeftoverGradients(Detector):
         if not len(is_left) or int(is_left.sum()) < min(self.checks, len(is_left)):
             return
         count = int(leftover.values[is_left][-1])
-        yield self.finding(
-            "critical",
-            leftover.first_step_where(is_left) or 0,
+        why = (
             f"Gradients are not set to zero between steps: {count} parameters still had one when the "
-            "backward pass started, so every step adds all earlier gradients.",
-            "Call optimizer.zero_grad() after every optimizer.step().",
-            Evidence("training_checks/leftover_gradient_count", count, 0, "0"),
-            confidence=0.97,
+            "backward pass started, so every step adds all earlier gradients."
         )
+        remedy = "Call optimizer.zero_grad() after every optimizer.step()."
+        evidence = Evidence("training_checks/leftover_gradient_count", count, 0, "0")
+        yield self.finding("critical", leftover.first_step_where(is_left) or 0, why, remedy, evidence, confidence=0.97)
 
 
 class SecondBackwardPass(Detector):
@@ -284,23 +282,15 @@ class OptimizerNotStepped(Detector):
             return
         period = float(np.median(np.diff(updates.steps)) / np.median(np.diff(passes.steps)))
         if period >= 2:
-            yield self.finding(
-                "info",
-                1,
-                f"optimizer.step() follows every {period:g} backward passes, and attach counts each pass as a step.",
-                f"Pass accumulate={period:g} to loopscope.attach, so that they are micro-batches of one step.",
-                Evidence("parameter_norms/total_clipped_grad_norm", period, 1.0, "1 backward pass for each step"),
-            )
+            why = f"optimizer.step() follows every {period:g} backward passes, and attach counts each pass as a step."
+            remedy = f"Pass accumulate={period:g} to loopscope.attach, so that they are micro-batches of one step."
+            evidence = Evidence("parameter_norms/total_clipped_grad_norm", period, 1.0, "1 backward pass for each step")
+            yield self.finding("info", 1, why, remedy, evidence)
 
     def _never_called(self, passes: int, backward: str, evidence: Evidence) -> Finding:
-        return self.finding(
-            "critical",
-            1,
-            f"optimizer.step() was not called after any of {passes:,} backward passes, so no weight changes.",
-            f"Call optimizer.step() after {backward}, then optimizer.zero_grad().",
-            evidence,
-            confidence=0.95,
-        )
+        why = f"optimizer.step() was not called after any of {passes:,} backward passes, so no weight changes."
+        remedy = f"Call optimizer.step() after {backward}, then optimizer.zero_grad()."
+        return self.finding("critical", 1, why, remedy, evidence, confidence=0.95)
 
 
 class GradientsAllZero(Detector):
@@ -373,15 +363,13 @@ class GradientsZeroedTooEarly(Detector):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if several checked steps lost all gradients before their update or between micro-batches."""
         if alerts := history.alerts_of("loop", "cleared_gradients"):
-            yield self.finding(
-                "critical",
-                int(alerts[0]["step"] or 0),
+            why = (
                 "The gradients are set to zero before the update: the backward pass has computed them, and "
-                "optimizer.step() finds none.",
-                "Call in this order: loss.backward(), optimizer.step(), optimizer.zero_grad().",
-                Evidence("loop/cleared_gradients", len(alerts), None, "no alert"),
-                confidence=0.97,
+                "optimizer.step() finds none."
             )
+            remedy = "Call in this order: loss.backward(), optimizer.step(), optimizer.zero_grad()."
+            evidence = Evidence("loop/cleared_gradients", len(alerts), None, "no alert")
+            yield self.finding("critical", int(alerts[0]["step"] or 0), why, remedy, evidence, confidence=0.97)
             return
         norms, factors = history.gradient_norms, history.curve(f"{CHECKS}/clip_factor")
         has_gradient = np.array([norms.at(int(step)) > 0 for step in factors.steps], dtype=bool)
@@ -398,25 +386,23 @@ class GradientsZeroedTooEarly(Detector):
                 confidence=0.97,
             )
         if alerts := history.alerts_of("loop", "cleared_micro_batches"):
-            yield self.finding(
-                "warning",
-                int(alerts[0]["step"] or 0),
+            why = (
                 f"The gradients are set to zero between the {int(alerts[0]['value'])} micro-batches of a step, whose "
-                "losses are divided by their number, so that only the last micro-batch counts.",
-                "Call optimizer.zero_grad() once per step, after optimizer.step().",
-                Evidence("loop/cleared_micro_batches", alerts[0]["value"], 1, "1"),
+                "losses are divided by their number, so that only the last micro-batch counts."
             )
+            remedy = "Call optimizer.zero_grad() once per step, after optimizer.step()."
+            evidence = Evidence("loop/cleared_micro_batches", alerts[0]["value"], 1, "1")
+            yield self.finding("warning", int(alerts[0]["step"] or 0), why, remedy, evidence)
         lost = history.curve(f"{CHECKS}/lost_gradient_fraction")
         are_all = lost.values == 1
         if len(are_all) and int(are_all.sum()) >= min(self.checks, len(are_all)):
-            yield self.finding(
-                "warning",
-                lost.first_step_where(are_all) or 0,
+            why = (
                 "The gradients are set to zero between the micro-batches of a step: no parameter had one when the "
-                "second backward pass started, so that only the last micro-batch counts.",
-                "Call optimizer.zero_grad() once per step, after optimizer.step().",
-                Evidence(f"{CHECKS}/lost_gradient_fraction", lost.last, 1.0, "0"),
+                "second backward pass started, so that only the last micro-batch counts."
             )
+            remedy = "Call optimizer.zero_grad() once per step, after optimizer.step()."
+            evidence = Evidence(f"{CHECKS}/lost_gradient_fraction", lost.last, 1.0, "0")
+            yield self.finding("warning", lost.first_step_where(are_all) or 0, why, remedy, evidence)
 
 
 LAST_CHECKS = 3

@@ -44,15 +44,13 @@ class InitialScale(FactDetector):
                 confidence=0.9 if suffers else 0.5,
             )
         elif median < self.small:
-            yield self.finding(
-                "warning",
-                0,
+            why = (
                 f"The weights are initialised too small: the median layer has {median:.2g} times 1/√fan_in, "
-                f"{smallest[0]} {smallest[1]:.2g} times, so that signals and gradients vanish.",
-                "Use torch.nn.init.kaiming_normal_(weight), or remove the custom initialisation.",
-                Evidence("facts/weight_scales", median, self.small, "0.5 to 1.5 times 1/√fan_in"),
-                confidence=0.9 if history.falls_short(0.3) else 0.7,
+                f"{smallest[0]} {smallest[1]:.2g} times, so that signals and gradients vanish."
             )
+            remedy = "Use torch.nn.init.kaiming_normal_(weight), or remove the custom initialisation."
+            evidence = Evidence("facts/weight_scales", median, self.small, "0.5 to 1.5 times 1/√fan_in")
+            yield self.finding("warning", 0, why, remedy, evidence, confidence=0.9 if history.falls_short(0.3) else 0.7)
 
 
 def _suffers_from_large(history: History) -> bool:
@@ -88,14 +86,13 @@ class ConstantWeights(FactDetector):
         # A model with one matrix, such as a logistic regression, has no hidden units that must differ.
         if matrices < 2 or not count or count < share * matrices:
             return
-        yield self.finding(
-            "critical",
-            0,
+        why = (
             f"All elements are equal in {count} of {matrices} weight matrices ({names}), so that the units of these "
-            "layers stay equal or get no gradient.",
-            "Initialise them at random: torch.nn.init.kaiming_normal_(weight).",
-            Evidence("facts/constant_matrices", count, self.share * matrices, "0"),
+            "layers stay equal or get no gradient."
         )
+        remedy = "Initialise them at random: torch.nn.init.kaiming_normal_(weight)."
+        evidence = Evidence("facts/constant_matrices", count, self.share * matrices, "0")
+        yield self.finding("critical", 0, why, remedy, evidence)
 
 
 class UntiedCopies(FactDetector):
@@ -119,12 +116,10 @@ class UntiedCopies(FactDetector):
         pairs = history.facts.get("untied_copies") or []
         if pairs:
             first, second = pairs[0]
-            yield self.finding(
-                "warning",
-                0,
+            why = (
                 f"{first} and {second} have equal initial values but are separate parameters, so they will become "
-                "different: they were meant to be tied.",
-                f"Assign the parameter itself after any copy: model.{second} = model.{first}.",
-                Evidence("facts/untied_copies", len(pairs), 0, "0"),
-                confidence=0.85,
+                "different: they were meant to be tied."
             )
+            remedy = f"Assign the parameter itself after any copy: model.{second} = model.{first}."
+            evidence = Evidence("facts/untied_copies", len(pairs), 0, "0")
+            yield self.finding("warning", 0, why, remedy, evidence, confidence=0.85)

@@ -241,15 +241,12 @@ class LearningRateTooLow(Detector):
             remedy = (
                 "Look for what makes the gradients small, such as a factor of the loss, and raise the learning rate."
             )
-        yield self.finding(
-            "warning",
-            ratios.first_step,
+        why = (
             f"The learning rate {_text(lr)} is too low: an update changes the weights by only {highest:.1e} of their "
-            f"size, so that the loss hardly falls.",
-            remedy,
-            Evidence("training_checks/update_ratio", highest, self.ratio, "1e-4 to 1e-2"),
-            confidence=0.9 if is_slow else 0.75,
+            f"size, so that the loss hardly falls."
         )
+        evidence = Evidence("training_checks/update_ratio", highest, self.ratio, "1e-4 to 1e-2")
+        yield self.finding("warning", ratios.first_step, why, remedy, evidence, confidence=0.9 if is_slow else 0.75)
 
 
 def is_warming_up(history: History) -> bool:
@@ -414,14 +411,12 @@ class ScheduleEndsEarly(ScheduleDetector):
         else:
             reason = f"{scheduler} is probably stepped per batch but was set up for epochs."
             remedy = "Call scheduler.step() once per epoch, or give the scheduler the number of batches."
-        yield self.finding(
-            "warning",
-            step,
+        why = (
             f"The learning rate has fallen below {100 * level:g} % of its peak of {peak:.3g} at step {step:,}, with "
-            f"{remaining:.0%} of the {total:,} steps left: {reason}",
-            remedy,
-            Evidence(LR, curve.last, level * peak, "1 to 10 % of the peak at the end"),
+            f"{remaining:.0%} of the {total:,} steps left: {reason}"
         )
+        evidence = Evidence(LR, curve.last, level * peak, "1 to 10 % of the peak at the end")
+        yield self.finding("warning", step, why, remedy, evidence)
 
     def _used_up_at(self, history: History, curve: Curve, low: float, least: float) -> int | None:
         """Return the step from which on the learning rate is below ``low``, if at least ``least`` steps follow it."""
@@ -477,14 +472,13 @@ class CosineRises(ScheduleDetector):
         if not has_risen.any():
             return
         step = int(curve.steps[first + int(np.flatnonzero(has_risen)[0])])
-        yield self.finding(
-            "warning",
-            step,
+        why = (
             f"The learning rate rises again gradually at step {step:,}: a cosine schedule is stepped more often "
-            "than its T_max, probably per batch with a T_max in epochs.",
-            "Set T_max to the total number of scheduler.step() calls, or call it once per epoch.",
-            Evidence(LR, float(values[first:][has_risen][0]), float(lowest.min()), "falls until the end"),
+            "than its T_max, probably per batch with a T_max in epochs."
         )
+        remedy = "Set T_max to the total number of scheduler.step() calls, or call it once per epoch."
+        evidence = Evidence(LR, float(values[first:][has_risen][0]), float(lowest.min()), "falls until the end")
+        yield self.finding("warning", step, why, remedy, evidence)
 
 
 class LearningRateJump(Detector):
@@ -551,14 +545,13 @@ class LearningRateJump(Detector):
         at_lowest = curve.at(lowest_at)
         if best >= len(levels) - 2 or not last > self.rise * levels[best] or not curve.last > 3 * at_lowest:
             return
-        yield self.finding(
-            "warning",
-            lowest_at,
+        why = (
             f"The learning rate grows from {values[0]:.3g} to {highest:.3g}, and the loss rises with it, from "
-            f"{levels[best]:.3g} around step {lowest_at:,}, at a learning rate of {at_lowest:.3g}, to {last:.3g}.",
-            "Check the schedule: a warm-up has to end, and its factor multiplies the initial learning rate.",
-            Evidence(LR, highest, self.growth * float(values[0]), "falls after a short warm-up"),
+            f"{levels[best]:.3g} around step {lowest_at:,}, at a learning rate of {at_lowest:.3g}, to {last:.3g}."
         )
+        remedy = "Check the schedule: a warm-up has to end, and its factor multiplies the initial learning rate."
+        evidence = Evidence(LR, highest, self.growth * float(values[0]), "falls after a short warm-up")
+        yield self.finding("warning", lowest_at, why, remedy, evidence)
 
 
 class WarmUpMissing(Detector):

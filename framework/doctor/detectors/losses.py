@@ -84,15 +84,13 @@ class OneClass(Detector):
         """Return a finding if the loss has one class."""
         curve = history.curve(f"{CHECKS}/class_count")
         if curve.last == 1:
-            yield self.finding(
-                "critical",
-                curve.first_step,
+            why = (
                 "The cross-entropy has a single class: its probability is always 1, so that the loss is 0 and nothing "
-                "is learned.",
-                "Use binary_cross_entropy_with_logits for one output, or one output for each class.",
-                Evidence(f"{CHECKS}/class_count", 1, 2, "the number of classes"),
-                confidence=0.97,
+                "is learned."
             )
+            remedy = "Use binary_cross_entropy_with_logits for one output, or one output for each class."
+            evidence = Evidence(f"{CHECKS}/class_count", 1, 2, "the number of classes")
+            yield self.finding("critical", curve.first_step, why, remedy, evidence, confidence=0.97)
 
 
 class TemperatureMissing(Detector):
@@ -122,14 +120,13 @@ class TemperatureMissing(Detector):
         # The right class has the cosine 1 and all others −1: −ln(eˢ / (eˢ + (C − 1) e⁻ˢ)).
         bound = math.log1p((classes - 1) * math.exp(-2 * scale))
         if bound > self.bound * math.log(classes):
-            yield self.finding(
-                "warning",
-                curve.first_step,
+            why = (
                 f"The logits are cosines times {scale:.3g}, so the cross-entropy over {classes:g} classes cannot fall "
-                f"below {bound:.3g}, and equal probabilities give {math.log(classes):.3g}.",
-                "Divide the cosines by a temperature, such as 0.1, or multiply them by a trained factor.",
-                Evidence(f"{CHECKS}/cosine_scale", scale, self.scale, "2 to 20"),
+                f"below {bound:.3g}, and equal probabilities give {math.log(classes):.3g}."
             )
+            remedy = "Divide the cosines by a temperature, such as 0.1, or multiply them by a trained factor."
+            evidence = Evidence(f"{CHECKS}/cosine_scale", scale, self.scale, "2 to 20")
+            yield self.finding("warning", curve.first_step, why, remedy, evidence)
 
 
 class LossBroadcast(WrongFormula):
@@ -175,14 +172,13 @@ class CausalMaskMissing(Detector):
         """Return a finding if all attention operations look ahead."""
         ahead = history.curve(f"{CHECKS}/look_ahead_fraction")
         if ahead.last == 1 and history.last(f"{CHECKS}/target_shift") == 1:
-            yield self.finding(
-                "critical",
-                ahead.first_step,
+            why = (
                 "The targets are the next tokens of the inputs, but attention has no causal mask: every position sees "
-                "the token that it should predict, which it will not see when text is generated.",
-                "Use scaled_dot_product_attention(q, k, v, is_causal=True), or pass a causal mask to the layer.",
-                Evidence(f"{CHECKS}/look_ahead_fraction", 1, 1, "below 1"),
+                "the token that it should predict, which it will not see when text is generated."
             )
+            remedy = "Use scaled_dot_product_attention(q, k, v, is_causal=True), or pass a causal mask to the layer."
+            evidence = Evidence(f"{CHECKS}/look_ahead_fraction", 1, 1, "below 1")
+            yield self.finding("critical", ahead.first_step, why, remedy, evidence)
 
 
 class TargetsShiftedWrongly(Detector):
@@ -212,13 +208,9 @@ class TargetsShiftedWrongly(Detector):
         if shifts.last == 0:
             problem = "the inputs themselves, so that the model only learns to copy"
             remedy = "Compare logits[:, :-1] with tokens[:, 1:]."
-        yield self.finding(
-            "critical",
-            shifts.first_step,
-            f"The targets of the loss are {problem}.",
-            remedy,
-            Evidence(f"{CHECKS}/target_shift", shifts.last, None, "1"),
-        )
+        why = f"The targets of the loss are {problem}."
+        evidence = Evidence(f"{CHECKS}/target_shift", shifts.last, None, "1")
+        yield self.finding("critical", shifts.first_step, why, remedy, evidence)
 
 
 class TargetsAreInputs(Rule):
@@ -290,14 +282,13 @@ class TargetsOutOfReach(Detector):
         if not share > self.share:
             return
         lowest, highest = (history.curve(f"{CHECKS}/target_{name}") for name in ("min", "max"))
-        yield self.finding(
-            "critical" if share > self.many else "warning",
-            curve.first_step,
+        why = (
             f"The model ends with an activation (such as ReLU, sigmoid or tanh) whose range leaves out {share:.0%} of "
-            f"the targets, which go from {np.min(lowest.values):.3g} to {np.max(highest.values):.3g}.",
-            "Remove the activation after the last layer, or scale the targets to its range.",
-            Evidence(f"{CHECKS}/unreachable_target_fraction", share, self.share, "0"),
+            f"the targets, which go from {np.min(lowest.values):.3g} to {np.max(highest.values):.3g}."
         )
+        remedy = "Remove the activation after the last layer, or scale the targets to its range."
+        evidence = Evidence(f"{CHECKS}/unreachable_target_fraction", share, self.share, "0")
+        yield self.finding("critical" if share > self.many else "warning", curve.first_step, why, remedy, evidence)
 
 
 class TargetsNotProbabilities(Detector):
@@ -350,14 +341,12 @@ class TargetsNotProbabilities(Detector):
                 "Give kl_div the probabilities of the teacher, teacher.softmax(-1), or with log_target=True their "
                 "logarithms, teacher.log_softmax(-1)."
             )
-        yield self.finding(
-            "warning",
-            curve.first_step,
+        why = (
             f"The {'divergence' if is_divergence else 'cross-entropy'} gets targets whose rows add up to {total:.3g} "
-            "on average, not to 1, so they are not probabilities of classes that exclude each other.",
-            remedy,
-            Evidence(f"{CHECKS}/soft_target_sum", total, 1 + self.deviation, "1"),
+            "on average, not to 1, so they are not probabilities of classes that exclude each other."
         )
+        evidence = Evidence(f"{CHECKS}/soft_target_sum", total, 1 + self.deviation, "1")
+        yield self.finding("warning", curve.first_step, why, remedy, evidence)
 
 
 class NormalisedOverRows(WrongFormula):
@@ -410,14 +399,13 @@ class LossSummed(Detector):
             return
         # Adam ignores the scale of gradients, and some losses, such as those of autoencoders, are sums by definition.
         is_by_definition = history.is_adam_like and not history.last(f"{CHECKS}/class_count") > 0
-        yield self.finding(
-            "info" if is_by_definition else "warning",
-            curve.first_step,
+        why = (
             f"The loss is summed over the batch{f' of {rows} rows' if rows else ''} instead of averaged, so gradients "
-            "grow with the batch size.",
-            "Use reduction='mean' in the loss, or divide it by the number of rows.",
-            Evidence(f"{CHECKS}/loss_is_summed", 1, 0, "0"),
+            "grow with the batch size."
         )
+        remedy = "Use reduction='mean' in the loss, or divide it by the number of rows."
+        evidence = Evidence(f"{CHECKS}/loss_is_summed", 1, 0, "0")
+        yield self.finding("info" if is_by_definition else "warning", curve.first_step, why, remedy, evidence)
 
 
 class AccumulationNotAveraged(Detector):
@@ -509,14 +497,9 @@ class InitialLossHigh(Detector):
         when, remedy = self._reason(history, first / uniform)
         if is_pretrained:
             when = "for a pretrained model, other data may be the reason"
-        yield self.finding(
-            "info" if is_pretrained else "warning",
-            1,
-            f"The first loss is {first:.3g}, but equal probabilities give ln(C) = {uniform:.3g}: {when}.",
-            remedy,
-            Evidence(f"{CHECKS}/loss", first, self.factor * uniform, f"about {uniform:.3g}"),
-            confidence=0.8,
-        )
+        why = f"The first loss is {first:.3g}, but equal probabilities give ln(C) = {uniform:.3g}: {when}."
+        evidence = Evidence(f"{CHECKS}/loss", first, self.factor * uniform, f"about {uniform:.3g}")
+        yield self.finding("info" if is_pretrained else "warning", 1, why, remedy, evidence, confidence=0.8)
 
     def _reason(self, history: History, ratio: float) -> tuple[str, str]:
         """Return why the first loss is ``ratio`` times ln(C), and what to do."""
@@ -563,15 +546,13 @@ class TargetsNotNormalised(Detector):
         is_known = history.last(f"{CHECKS}/class_count") == 0 and history.last(f"{CHECKS}/loss_is_summed") == 0
         is_huge = self.loss < loss.first < math.inf
         if loss.first_step == 1 and is_known and is_huge and not (deviation > 10 or scale > 4):
-            yield self.finding(
-                "warning",
-                1,
+            why = (
                 f"The first loss is {loss.first:.3g}, so targets or outputs have a deviation of about "
-                f"{math.sqrt(loss.first):,.0f}.",
-                "Standardise the targets: (targets - targets.mean()) / targets.std().",
-                Evidence(f"{CHECKS}/loss", loss.first, self.loss, "near 1"),
-                confidence=0.7,
+                f"{math.sqrt(loss.first):,.0f}."
             )
+            remedy = "Standardise the targets: (targets - targets.mean()) / targets.std()."
+            evidence = Evidence(f"{CHECKS}/loss", loss.first, self.loss, "near 1")
+            yield self.finding("warning", 1, why, remedy, evidence, confidence=0.7)
 
 
 class LossRising(Detector):
@@ -695,15 +676,12 @@ class NoBetterThanUniform(NothingLearned):
                 "what tells them apart, such as the order of tokens."
             )
             remedy = f"{print_rows[0].upper()}{print_rows[1:]}"
-        yield self.finding(
-            "warning",
-            100,
+        why = (
             f"Suspicious: after {loss.last_step:,} steps the loss is {last:.3g}, and equal probabilities give ln(C) = "
-            f"{uniform:.3g}, so the model has learned nothing. {reason}",
-            remedy,
-            Evidence(f"{CHECKS}/loss", last, self.share * uniform, f"far below {uniform:.3g}"),
-            confidence=0.5,
+            f"{uniform:.3g}, so the model has learned nothing. {reason}"
         )
+        evidence = Evidence(f"{CHECKS}/loss", last, self.share * uniform, f"far below {uniform:.3g}")
+        yield self.finding("warning", 100, why, remedy, evidence, confidence=0.5)
 
 
 class NoBetterThanFrequencies(NothingLearned):
@@ -805,14 +783,9 @@ class NoBetterThanMean(NothingLearned):
         else:
             why = f"After {losses}: the training makes the model worse."
             remedy = "Lower the learning rate, and print a few rows with their targets and predictions."
-        yield self.finding(
-            "warning",
-            int(self.steps),
-            why,
-            remedy,
-            Evidence(f"{CHECKS}/term_loss", last, self.share * variance, f"far below {variance:.3g}"),
-            confidence=0.5 if ratio < NEAR_MEAN else 0.7,
-        )
+        step = int(self.steps)
+        evidence = Evidence(f"{CHECKS}/term_loss", last, self.share * variance, f"far below {variance:.3g}")
+        yield self.finding("warning", step, why, remedy, evidence, confidence=0.5 if ratio < NEAR_MEAN else 0.7)
 
 
 class LossConstant(Detector):
@@ -958,15 +931,13 @@ class LossUnbounded(Detector):
         middle, late, last = (median_of(loss.values[end - width : end]) for end in (third, 2 * third, len(loss)))
         is_large = last < -self.size * max(1.0, abs(first))
         if is_large and last < late < middle and late - last > self.speed * (middle - late):
-            yield self.finding(
-                "warning",
-                int(loss.steps[third]),
-                f"The loss falls ever faster below zero, from {first:.3g} to {last:.3g}: it has no lower bound.",
+            why = f"The loss falls ever faster below zero, from {first:.3g} to {last:.3g}: it has no lower bound."
+            remedy = (
                 "Check the signs of its terms, and limit distances by a margin and variances from below. With binary "
-                "cross-entropy, check that all targets are between 0 and 1.",
-                Evidence(f"{CHECKS}/loss", last, -self.size * max(1.0, abs(first)), "approaches a minimum"),
-                confidence=0.8,
+                "cross-entropy, check that all targets are between 0 and 1."
             )
+            evidence = Evidence(f"{CHECKS}/loss", last, -self.size * max(1.0, abs(first)), "approaches a minimum")
+            yield self.finding("warning", int(loss.steps[third]), why, remedy, evidence, confidence=0.8)
 
 
 def validation_loss(history: History) -> tuple[str, Curve]:
@@ -1042,14 +1013,13 @@ class TrainValidationDiverging(Detector):
             return None
         if not values[0] > 1.2 * history.loss.end_level():  # both are at the lowest possible value, such as 0
             return None
-        return self.finding(
-            "warning",
-            validation.first_step,
+        why = (
             f"The validation loss is exactly {values[0]:.4g} in all {len(values)} evaluations, while the training loss "
-            f"has fallen to {history.loss.end_level():.3g}: the evaluated weights are not the trained ones.",
-            "Evaluate the trained model itself; update averaged weights or a copy before you evaluate them.",
-            Evidence(name, validation.last, None, "changes with the weights"),
+            f"has fallen to {history.loss.end_level():.3g}: the evaluated weights are not the trained ones."
         )
+        remedy = "Evaluate the trained model itself; update averaged weights or a copy before you evaluate them."
+        evidence = Evidence(name, validation.last, None, "changes with the weights")
+        return self.finding("warning", validation.first_step, why, remedy, evidence)
 
     def _apart_at_once(self, history: History, name: str, validation: Curve) -> Finding | None:
         """Return a finding if validation losses are far above those of training rows that were not seen before."""
@@ -1230,12 +1200,10 @@ class ValidationBetter(Detector):
             return
         train, held_out = history.loss.end_level(), median_of(validation.values[-3:])
         if train > 0.02 and 0 < held_out < self.ratio * train and not history.falls_short(0.1):
-            yield self.finding(
-                "info",
-                validation.last_step,
+            why = (
                 f"Suspicious: the validation loss of {held_out:.3g} is clearly below the training loss of {train:.3g}, "
-                "although there is no dropout.",
-                "Check that no row is in both sets, and that both losses are computed in the same way.",
-                Evidence(name, held_out, self.ratio * train, "at or above the training loss"),
-                confidence=0.4,
+                "although there is no dropout."
             )
+            remedy = "Check that no row is in both sets, and that both losses are computed in the same way."
+            evidence = Evidence(name, held_out, self.ratio * train, "at or above the training loss")
+            yield self.finding("info", validation.last_step, why, remedy, evidence, confidence=0.4)

@@ -48,13 +48,11 @@ class EvalModeInTraining(Rule):
         if count := history.facts.get("batchnorms"):
             verb = "keeps its" if count == 1 else "keep their"
             layers.append(f"{counted(count, 'batch normalisation')} {verb} statistics")
-        finding = self.finding(
-            "warning" if layers else "info",
-            curve.first_step_where(curve.values > 0) or 1,
-            f"The model is in eval mode in its training steps{': ' + ' and '.join(layers) if layers else ''}.",
-            "Call model.train() before the training and after each evaluation.",
-            Evidence(f"{CHECKS}/model_in_eval", 1, 0, "0"),
-        )
+        step = curve.first_step_where(curve.values > 0) or 1
+        why = f"The model is in eval mode in its training steps{': ' + ' and '.join(layers) if layers else ''}."
+        remedy = "Call model.train() before the training and after each evaluation."
+        evidence = Evidence(f"{CHECKS}/model_in_eval", 1, 0, "0")
+        finding = self.finding("warning" if layers else "info", step, why, remedy, evidence)
         # Without the statistics of the batch, the layers behind a batch normalisation get values of any size.
         yield replace(finding, stage="set-up") if history.facts.get("batchnorms") else finding
 
@@ -89,15 +87,13 @@ class BatchNormFrozen(FactDetector):
             are_in_eval_mode = name != "without_updates"
             if count and not (are_in_eval_mode and history.facts.get("in_eval_mode")):
                 of_all = f" of {history.facts['batchnorms']}" if are_in_eval_mode else ""
-                yield self.finding(
-                    "warning",
-                    0,
-                    f"{count}{of_all} batch normalisations {problem}: {names}.",
+                why = f"{count}{of_all} batch normalisations {problem}: {names}."
+                remedy = (
                     "Call train() on these modules, or freeze them with requires_grad_(False) after they were trained; "
-                    "the usual momentum is 0.1.",
-                    Evidence(f"facts/batchnorms_{name}", count, 0, "0"),
-                    confidence=0.85,
+                    "the usual momentum is 0.1."
                 )
+                evidence = Evidence(f"facts/batchnorms_{name}", count, 0, "0")
+                yield self.finding("warning", 0, why, remedy, evidence, confidence=0.85)
                 return
 
 
@@ -125,16 +121,14 @@ class RunningStatisticsUnlike(Detector):
         """Return a finding for a large momentum, or for a training loss that is far higher in eval mode."""
         momentum = history.facts.get("largest_batchnorm_momentum") or 0.0
         if momentum > self.momentum:
-            yield self.finding(
-                "warning",
-                0,
+            why = (
                 f"A batch normalisation has momentum {momentum:g}: its running statistics are those of the last "
                 f"{'batch' if momentum > 0.7 else 'two batches'}, so that the model in eval mode differs from the one "
-                "that was trained.",
-                "Use momentum=0.1 or less; it is 1 − the momentum of Keras.",
-                Evidence("facts/largest_batchnorm_momentum", momentum, self.momentum, "0.01 to 0.1"),
-                confidence=0.85,
+                "that was trained."
             )
+            remedy = "Use momentum=0.1 or less; it is 1 − the momentum of Keras."
+            evidence = Evidence("facts/largest_batchnorm_momentum", momentum, self.momentum, "0.01 to 0.1")
+            yield self.finding("warning", 0, why, remedy, evidence, confidence=0.85)
             return
         if not history.facts.get("batchnorms"):
             return
@@ -274,12 +268,10 @@ class DropoutInEvaluation(AlertRule):
         """Return a finding from the alert of the first evaluation."""
         is_unregistered, step = alert(history, "evaluation/unregistered_dropout")
         if is_unregistered and not named_fact(history, "unregistered")[0]:  # layers-not-registered has these
-            yield self.finding(
-                "warning",
-                step,
+            why = (
                 "The model drops elements in eval mode, too, in modules that it does not register, so that "
-                "model.eval() does not reach them.",
-                "Use nn.ModuleList or nn.ModuleDict in place of a list or dict of modules.",
-                Evidence("evaluation/unregistered_dropout", 1, 0, "0"),
+                "model.eval() does not reach them."
             )
+            remedy = "Use nn.ModuleList or nn.ModuleDict in place of a list or dict of modules."
+            yield self.finding("warning", step, why, remedy, Evidence("evaluation/unregistered_dropout", 1, 0, "0"))
         yield from super().detect(history)

@@ -54,13 +54,10 @@ class NonFinite(Detector):
                 confidence=0.95,
             )
         elif first_step is not None:
-            yield self.finding(
-                "critical",
-                first_step,
-                f"The loss is not finite from step {first_step:,} on, so all weights become NaN.",
-                "Repeat the run with the hook first_nonfinite, which names the producer.",
-                Evidence("training_checks/loss", "NaN", None, "a finite number"),
-            )
+            why = f"The loss is not finite from step {first_step:,} on, so all weights become NaN."
+            remedy = "Repeat the run with the hook first_nonfinite, which names the producer."
+            evidence = Evidence("training_checks/loss", "NaN", None, "a finite number")
+            yield self.finding("critical", first_step, why, remedy, evidence)
 
 
 SMALL_CONSTANT = "Add a small constant before roots, norms and divisions there: torch.sqrt(x + 1e-12)."
@@ -135,10 +132,7 @@ class SkippedSteps(Detector):
         is_skipped = ~np.isfinite(norms.values)
         share = float(is_skipped.mean())
         if share > self.share:
-            yield self.finding(
-                "critical",
-                norms.first_step_where(is_skipped) or 0,
-                f"The loss scaler skipped {share:.0%} of the steps, since gradients overflowed in float16.",
-                "Use bfloat16, torch.autocast(device_type, dtype=torch.bfloat16), without a scaler.",
-                Evidence("training_checks/grad_norm", f"{share:.0%} not finite", self.share, "below 1 %"),
-            )
+            why = f"The loss scaler skipped {share:.0%} of the steps, since gradients overflowed in float16."
+            remedy = "Use bfloat16, torch.autocast(device_type, dtype=torch.bfloat16), without a scaler."
+            evidence = Evidence("training_checks/grad_norm", f"{share:.0%} not finite", self.share, "below 1 %")
+            yield self.finding("critical", norms.first_step_where(is_skipped) or 0, why, remedy, evidence)

@@ -111,15 +111,13 @@ class EpsilonTooLarge(Detector):
         largest = max((_number(group.get("eps")) for group in history.facts.get("groups", ())), default=0.0)
         share = curve.median
         if largest > self.eps and share > self.share:
-            yield self.finding(
-                "warning",
-                curve.first_step,
+            why = (
                 f"{history.optimizer} has eps = {largest:g}, which exceeds the gradients of {share:.0%} of the "
-                "weights, so their steps are much smaller than the learning rate.",
-                "Set eps=1e-8.",
-                Evidence("optimizer_health/below_eps_fraction", share, self.share, "near 0"),
-                confidence=0.85,
+                "weights, so their steps are much smaller than the learning rate."
             )
+            remedy = "Set eps=1e-8."
+            evidence = Evidence("optimizer_health/below_eps_fraction", share, self.share, "near 0")
+            yield self.finding("warning", curve.first_step, why, remedy, evidence, confidence=0.85)
 
 
 class MomentumUnusual(FactDetector):
@@ -187,27 +185,24 @@ class WeightsShrink(Detector):
         unusual = [group for group in groups if group.get("optimizer") != "AdamW" or _decay(group) > self.adamw]
         per_step = max((_decay(group) * _number(group.get("lr")) for group in unusual), default=0.0)
         if per_step > self.per_step:
-            yield self.finding(
-                "critical",
-                0,
+            why = (
                 f"The weight decay {decay:g} times the learning rate shrinks the weights by {per_step:.1%} in "
-                "every step.",
-                "Use weight_decay=0.01 with AdamW, or 1e-4 with SGD.",
-                Evidence("facts/groups", per_step, self.per_step, "1e-6 to 1e-3"),
+                "every step."
             )
+            remedy = "Use weight_decay=0.01 with AdamW, or 1e-4 with SGD."
+            evidence = Evidence("facts/groups", per_step, self.per_step, "1e-6 to 1e-3")
+            yield self.finding("critical", 0, why, remedy, evidence)
             return
         added = [group for group in groups if _adds_decay(group) and group["weight_decay"] >= self.added]
         if added:
             kind = added[0]["optimizer"]
-            yield self.finding(
-                "warning",
-                0,
+            why = (
                 f"{kind} adds the weights times its weight_decay of {added[0]['weight_decay']:g} to the gradients and "
-                "outweighs them: its steps then mostly shrink the weights.",
-                f"Use AdamW, which does not mix both, or a weight_decay of at most 1e-3 with {kind}.",
-                Evidence("facts/groups", added[0]["weight_decay"], self.added, "0 to 1e-3"),
-                confidence=0.75,
+                "outweighs them: its steps then mostly shrink the weights."
             )
+            remedy = f"Use AdamW, which does not mix both, or a weight_decay of at most 1e-3 with {kind}."
+            evidence = Evidence("facts/groups", added[0]["weight_decay"], self.added, "0 to 1e-3")
+            yield self.finding("warning", 0, why, remedy, evidence, confidence=0.75)
             return
         if len(norms) < 2 or not norms.first > 0 or not decay > self.usual:
             return

@@ -184,12 +184,9 @@ class DecayedVectors(FactDetector):
         """Return a remark if vectors are decayed."""
         count, names = named_fact(history, "decayed_vectors")
         if count:
-            yield self.finding(
-                "info",
-                0,
+            why = (
                 f"Weight decay also acts on {counted(count, 'parameter')} with one dimension, such as biases and gains "
-                f"of norms ({names}).",
-                "Put parameters with one dimension into a group with weight_decay=0 if your recipe excludes them.",
-                Evidence("facts/decayed_vectors", count),
-                confidence=0.99,
+                f"of norms ({names})."
             )
+            remedy = "Put parameters with one dimension into a group with weight_decay=0 if your recipe excludes them."
+            yield self.finding("info", 0, why, remedy, Evidence("facts/decayed_vectors", count), confidence=0.99)

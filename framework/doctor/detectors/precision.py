@@ -44,15 +44,13 @@ class RoundedUpdates(Detector):
         else:
             return
         if share > limit:
-            yield self.finding(
-                "warning",
-                step,
+            why = (
                 f"Rounding removes {share:.0%} of the updates of 16-bit weights: the updates are smaller than half of "
-                "the distance between neighbouring numbers.",
-                "Keep the weights in float32 and use torch.autocast(dtype=torch.bfloat16).",
-                Evidence(metric, share, limit, "below 0.3"),
-                confidence=confidence,
+                "the distance between neighbouring numbers."
             )
+            remedy = "Keep the weights in float32 and use torch.autocast(dtype=torch.bfloat16)."
+            evidence = Evidence(metric, share, limit, "below 0.3")
+            yield self.finding("warning", step, why, remedy, evidence, confidence=confidence)
 
 
 def _rounds_stochastically(history: History) -> bool:
@@ -87,14 +85,10 @@ class Float16WithoutScaler(Detector):
         zeros = history.curve(f"{CHECKS}/gradient_zero_fraction")
         lost = f"; {zeros.last:.0%} of the gradient's elements are exactly 0" if zeros.last > 0.05 else ""
         what = "The weights are in float16" if has_weights else "The forward pass runs in float16"
-        yield self.finding(
-            "warning",
-            0 if has_weights else used.first_step,
-            f"{what} without a loss scaler, so small gradients become 0{lost}.",
-            "Use bfloat16, or float32 weights with torch.autocast(dtype=torch.float16) and torch.amp.GradScaler.",
-            Evidence(f"{CHECKS}/gradient_zero_fraction", zeros.last if len(zeros) else "unknown", None, "near 0"),
-            confidence=0.85,
-        )
+        why = f"{what} without a loss scaler, so small gradients become 0{lost}."
+        remedy = "Use bfloat16, or float32 weights with torch.autocast(dtype=torch.float16) and torch.amp.GradScaler."
+        evidence = Evidence(f"{CHECKS}/gradient_zero_fraction", zeros.last if len(zeros) else "unknown", None, "near 0")
+        yield self.finding("warning", 0 if has_weights else used.first_step, why, remedy, evidence, confidence=0.85)
 
 
 class GradientsNotUnscaled(Detector):
@@ -118,14 +112,10 @@ class GradientsNotUnscaled(Detector):
         factors, scales = history.curve(f"{CHECKS}/clip_factor"), history.curve(f"{CHECKS}/loss_scale")
         scale = scales.at(factors.first_step)
         if scale > 2 and abs(factors.first / scale - 1) < 0.01:
-            yield self.finding(
-                "critical",
-                factors.first_step,
-                f"The update uses gradients that are multiplied by the loss scale of {scale:,.0f}.",
-                "Call scaler.step(optimizer) and scaler.update() in place of optimizer.step().",
-                Evidence(f"{CHECKS}/clip_factor", factors.first, 1.0, "1, or below with clipping"),
-                confidence=0.97,
-            )
+            why = f"The update uses gradients that are multiplied by the loss scale of {scale:,.0f}."
+            remedy = "Call scaler.step(optimizer) and scaler.update() in place of optimizer.step()."
+            evidence = Evidence(f"{CHECKS}/clip_factor", factors.first, 1.0, "1, or below with clipping")
+            yield self.finding("critical", factors.first_step, why, remedy, evidence, confidence=0.97)
 
 
 def _rate_was_zero(history: History, steps: "np.typing.NDArray[np.int64]") -> bool:
@@ -156,14 +146,13 @@ class OptimizerWithoutEffect(Detector):
         weights = history.curve("parameter_norms/total_weight_norm")
         moves = history.last(f"{CHECKS}/update_ratio") > 0
         if len(weights) >= 3 and moves and np.ptp(weights.values) == 0 and weights.first != 0:
-            yield self.finding(
-                "critical",
-                weights.steps[1].item(),
+            why = (
                 "The weights are the same before every checked step, although steps change them: something restores "
-                "them after each step, such as load_state_dict.",
-                "Look for load_state_dict, deepcopy or torch.load within the loop.",
-                Evidence("parameter_norms/total_weight_norm", weights.last, None, "changes"),
+                "them after each step, such as load_state_dict."
             )
+            remedy = "Look for load_state_dict, deepcopy or torch.load within the loop."
+            evidence = Evidence("parameter_norms/total_weight_norm", weights.last, None, "changes")
+            yield self.finding("critical", weights.steps[1].item(), why, remedy, evidence)
             return
         ratios, unchanged = history.curve(f"{CHECKS}/update_ratio"), history.curve(f"{CHECKS}/unchanged_count")
         is_idle = ratios.values == 0
