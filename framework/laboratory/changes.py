@@ -4,19 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-SYMPTOMS = frozenset(
-    {
-        "loss-spike",
-        "gradient-jump",
-        "nonfinite",
-        "exploding-gradients",
-        "loss-rising",
-        "loss-not-falling",
-        "no-better-than-uniform",
-    }
-)
+_SUDDEN = frozenset({"loss-spike", "gradient-jump"})
+_LARGE = _SUDDEN | {"exploding-gradients", "nonfinite"}
+SYMPTOMS = _LARGE | {"loss-rising", "loss-not-falling", "no-better-than-uniform"}
 """Ids of findings that report what was measured, which no test can refute: tests look for its cause."""
-EVENTS = frozenset({"loss-spike", "gradient-jump", "nonfinite", "exploding-gradients", "learning-rate-jump"})
+EVENTS = _LARGE | {"learning-rate-jump"}
 """Ids of findings about one step; their branches start :data:`LEAD` steps before it."""
 LEAD = 2
 """Steps of the run from the start of a branch to the step of an event, whose cause may be an earlier update."""
@@ -79,8 +71,6 @@ class TrialChange:
         return max(2.0, self.rate_factor / 2)
 
 
-_SUDDEN = frozenset({"loss-spike", "gradient-jump"})
-_LARGE = _SUDDEN | {"exploding-gradients", "nonfinite"}
 _FAR_TOO_FAST = frozenset({"learning-rate-too-high"})
 _TOO_FAST = _LARGE | _FAR_TOO_FAST | {"learning-rate-jump", "warm-up-missing", "loss-rising"}
 _TOO_SLOW = frozenset({"learning-rate-too-low", "loss-not-falling", "no-better-than-uniform"})

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from ..student_t import critical_t
-from .usual_values import Numbers, exceeds_few
+from .usual_values import LEVEL, Numbers, exceeds_few
 
 CONFIDENCE = 0.95
 DECISIVE_SHARE = 0.5
@@ -63,6 +63,11 @@ class Excess:
     def is_decisive(self, branch: str) -> bool:
         """Return whether a branch removes the problem."""
         return self.extra_removed_share(branch) >= DECISIVE_SHARE
+
+    @property
+    def is_common(self) -> bool:
+        """Whether so many fresh batches are at least as bad that the step's own batch is no cause."""
+        return self.by_chance > LEVEL
 
     @property
     def statement(self) -> str:

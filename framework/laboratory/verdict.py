@@ -8,16 +8,7 @@ import numpy as np
 
 from .changes import CHANGES, TrialChange
 from .effects import DECISIVE_SHARE, Effect, Excess, Measure
-from .usual_values import (
-    HARMFUL_SPREADS,
-    LEVEL,
-    chance_of,
-    is_beyond,
-    median_and_spread,
-    median_outcome,
-    outcomes,
-    recent,
-)
+from .usual_values import HARMFUL_SPREADS, chance_of, is_beyond, median_and_spread, median_outcome, outcomes, recent
 
 DATA_MARGIN = 0.1
 """If no update branch removes more of the harm than fresh batches plus this share, the data are the cause."""
@@ -80,10 +71,8 @@ def harms(
 def verdict(branch_values: Mapping[str, Any], bad: Sequence[Excess], rows: Sequence[str]) -> Verdict:
     """Return the verdict of the branches; ``rows`` are the names of the rows omitted in the branch ``without_rows``."""
     if not bad:
-        return Verdict(
-            None,
-            "Inconclusive: the effect of the step on the loss is within the range of fresh batches or earlier steps.",
-        )
+        reason = "the effect of the step on the loss is within the range of fresh batches or earlier steps"
+        return Verdict(None, f"Inconclusive: {reason}.")
     written = next(filter(None, (_written(branch_values, harm) for harm in bad)), None)
     judges = (_fault, _not_repeated, _precision, *(() if written else (_data, _update)))
     judged: list[Verdict | None] = [judge(branch_values, harm, rows) for harm in bad for judge in judges]
@@ -152,7 +141,7 @@ def _written(branch_values: Mapping[str, Any], harm: Excess) -> Verdict | None:
 def _data(branch_values: Mapping[str, Any], harm: Excess, rows: Sequence[str]) -> Verdict | None:
     # One fresh batch may be as bad, since a bad row returns in the next epoch.
     best_update = max(map(harm.extra_removed_share, UPDATES))
-    if harm.by_chance > LEVEL or harm.extra_removed_share("fresh") < max(DECISIVE_SHARE, best_update - DATA_MARGIN):
+    if harm.is_common or harm.extra_removed_share("fresh") < max(DECISIVE_SHARE, best_update - DATA_MARGIN):
         return None
     names = ""
     if harm.is_decisive("without_rows"):
@@ -201,7 +190,7 @@ class ChangeTest:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the test as plain values."""
-        numbers = {name: _rounded(getattr(self, name)) for name in ("effect", "error", "null")}
+        numbers = {name: float(f"{getattr(self, name):.4g}") for name in ("effect", "error", "null")}
         counts = {"branches": self.branches, "confirms": self.confirms, "of": self.of}
         return {"change": self.change, **numbers, **counts}
 
@@ -215,10 +204,6 @@ class ChangeTest:
             verb = "lowers the loss by a further {}" if self.effect >= 0 else "raises the loss by {}"
         numbers = f"±{_percent(self.error)}, null {_percent(self.null)}, {self.branches} branches"
         return f"{VERDICTS[self.confirms]}: {self.change} {verb.format(_percent(abs(self.effect)))} ({numbers})"
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def _percent(value: float) -> str:

@@ -50,8 +50,5 @@ def row_table(rows: Sequence[ExplainedRow], width: int) -> Iterator[str]:
 def _row(branch: Branch) -> dict[str, str]:
     times = f" ({branch.times})" if branch.times > 1 else ""
     numbers = {"loss": branch.loss, "next losses": branch.effect, "later": branch.later}
-    return {
-        "": branch.title + times,
-        **{name: "" if value is None else number_text(value) for name, value in numbers.items()},
-        "removed": branch.removed_text,
-    }
+    shown = {name: "" if value is None else number_text(value) for name, value in numbers.items()}
+    return {"": branch.title + times, **shown, "removed": branch.removed_text}

@@ -21,7 +21,6 @@ MOST_KINDS = 10
 """Largest number of kinds of branches in a diagnosis, with those of the reference: 40 branches, 4 of each kind."""
 FOLLOWING = 2
 """Steps of a branch after the step of an event."""
-GRADIENT_NORMS = ("training_checks/grad_norm", "parameter_norms/total_grad_norm")
 
 
 @dataclass
@@ -41,8 +40,7 @@ class TrialPlan:
         count = self.event + FOLLOWING if self.event else steps
         options: dict[str, Any] = {"branches": branches, "changes": names, "event": self.event, "steps": count}
         last = self.step - 1 if self.step else history.step
-        norms = max((history.curve(name) for name in GRADIENT_NORMS), key=len)
-        options["usual_norm"] = usual_norm(norms.between(last - RECENT + 1, last))
+        options["usual_norm"] = usual_norm(history.gradient_norms.between(last - RECENT + 1, last))
         return options | ({"step": self.step} if self.step else {})
 
     def kinds_with(self, changes: Iterable[TrialChange]) -> int:
