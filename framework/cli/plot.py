@@ -12,17 +12,7 @@ from ..console import printable
 from ..durable_files import path_exists
 from ..errors import listed
 from ..optional_packages import require_package
-from ..report import (
-    LOSSES,
-    Look,
-    hook_panels,
-    hook_picture,
-    matcher,
-    metric_picture,
-    read_runs,
-    save_picture,
-    seeds_picture,
-)
+from ..report import LOSSES, Look, hook_panels, hook_picture, matcher, picture_of, read_runs, save_picture
 from ..runs import require
 from .parser import NAMES, CommandParser, dashed, write_line
 
@@ -63,8 +53,8 @@ def plot(words: Sequence[str]) -> None:
         losses = {name: max(len(run.curves[name].steps) for run in runs if name in run.curves)
                   for name in LOSSES if any(name in run.curves for run in runs)}  # fmt: skip
         require(bool(given["metrics"] or losses), problem)
-        draw = seeds_picture if given["seeds"] else metric_picture
-        picture = draw(runs, given["metrics"] or [max(losses, key=losses.__getitem__)], overlay=given["overlay"])
+        metrics = given["metrics"] or [max(losses, key=losses.__getitem__)]
+        picture = picture_of(runs, metrics, seeds=given["seeds"], overlay=given["overlay"])
     options = {name: value for name, value in given.items() if value != parser.defaults.get(name, False)}
     about = _origin(options)
     path = _path(picture.words, options, about[1])
@@ -123,14 +113,10 @@ def plot_parser() -> CommandParser:
     parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
     for switch, text in SWITCHES.items():
         parser.add_argument(switch, action="store_true", help=text)
-    parser.add(
-        "smooth", int, "draw the moving mean over N points, with the original curve faintly behind it", default=1
-    )
-    parser.add(
-        "x",
-        Literal["step", "epoch"] | None,
-        "the horizontal axis (default: epoch if all runs recorded epochs, else step)",
-    )
+    smooth = "draw the moving mean over N points, with the original curve faintly behind it"
+    parser.add("smooth", int, smooth, default=1)
+    axis = "the horizontal axis (default: epoch if all runs recorded epochs, else step)"
+    parser.add("x", Literal["step", "epoch"] | None, axis)
     parser.add("size", str | None, "size in inches, such as 8x5 (default: fits the panels)", metavar="WIDTHxHEIGHT")
     parser.add("title", str | None, "the title (default: experiment and strategy)")
     parser.add("out", Path | None, "a .png, .svg or .pdf file (default: a PNG in the current folder)", metavar="FILE")
@@ -140,10 +126,8 @@ def plot_parser() -> CommandParser:
 
 def _check(given: Mapping[str, Any]) -> None:
     """Refuse conflicting options, and values out of range."""
-    require(
-        bool(given["RUN"]),
-        "loopscope plot needs RUN, the folder of a run, before its options: loopscope plot RUN... --metrics PATTERN...",
-    )
+    usage = "the folder of a run, before its options: loopscope plot RUN... --metrics PATTERN..."
+    require(bool(given["RUN"]), f"loopscope plot needs RUN, {usage}")
     conflicts = given["provenance"] and (given["overlay"] or given["metrics"] or given["seeds"])
     problem = "--provenance draws fixed panels; remove --metrics, --overlay and --seeds."
     require(not conflicts, problem)
@@ -160,8 +144,7 @@ def _size(text: str | None) -> tuple[float, float] | None:
     """Parse ``WIDTHxHEIGHT`` in inches; raises :class:`UsageError` for another form, and for sides out of range."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)x(\d+(?:\.\d+)?)", text or "0x0", re.ASCII)
     sides = (float(match[1]), float(match[2])) if match else (0.0, 0.0)
-    fits = text is None or SIDES[0] <= min(sides) <= max(sides) <= SIDES[1]
-    require(
-        fits, f"--size is {text!r}; it must be WIDTHxHEIGHT, each from {SIDES[0]} to {SIDES[1]} inches, such as 8x5."
-    )
+    least, most = SIDES
+    fits = text is None or least <= min(sides) <= max(sides) <= most
+    require(fits, f"--size is {text!r}; it must be WIDTHxHEIGHT, each from {least} to {most} inches, such as 8x5.")
     return sides if text else None

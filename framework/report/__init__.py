@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .run_index import FoundRun, find_runs, inspect_run, read_run
     from .page import MARK, page_of
     from .panels import elided, Look, Picture, hook_panels, hook_picture, matcher, metric_picture, run_labels
-    from .plotting import plot, read_runs, save_picture, seeds_picture
+    from .plotting import picture_of, plot, read_runs, save_picture, seeds_picture
     from .relevance import LOSSES, direction_of, ordered
     from .run_reader import ShownRun, read_shown
 else:
@@ -19,6 +19,6 @@ else:
 __all__ = [
     "EVALUATED_BY", "LOSSES", "MARK", "FoundRun", "Look", "Picture", "ShownRun", "compare_runs",
     "differing_parts", "direction_of", "elided", "find_runs", "hook_panels", "hook_picture", "inspect_run", "matcher",
-    "metric_picture", "ordered", "page_of", "plot", "read_curves", "read_run", "read_runs", "read_shown", "run_labels",
-    "save_picture", "seeds_picture",
+    "metric_picture", "ordered", "page_of", "picture_of", "plot", "read_curves", "read_run", "read_runs", "read_shown",
+    "run_labels", "save_picture", "seeds_picture",
 ]

@@ -8,7 +8,7 @@ from ..errors import counted
 from .diagnosis_section import badge
 from .run_reader import ShownRun
 from .run_styles import RunStyle
-from .tables import grid, text, titled
+from .tables import grid, labelled, text
 
 LONGEST_SENTENCE = 300
 MOST_GROUPS, MOST_PHASES = 200, 100
@@ -45,7 +45,7 @@ def _groups(shown: ShownRun) -> list[list[Mapping[str, Any]]]:
 def _alert_line(shown: ShownRun, style: RunStyle, group: Sequence[Mapping[str, Any]]) -> str:
     first, last = group[0], group[-1]
     severity = badge(first["severity"], first["severity"])
-    run = f"<span{titled(shown)}>{style.swatch}{text(shown.label)}</span>"
+    run = labelled(shown, style)
     steps = f"<td>{first['step']:,}</td><td>{last['step']:,}</td><td>{len(group):,}</td>"
     sentence = text(first["sentence"], LONGEST_SENTENCE)
     return f"<tr><td>{severity}</td><td>{text(first['id'])}</td><td>{run}</td>{steps}<td>{sentence}</td></tr>"

@@ -102,11 +102,8 @@ def _sentences(rows: Sequence[Row]) -> Iterator[str]:
     best = {name: metric["best_is"] for row in rows for name, metric in row["metrics"].items()}
     for direction in dict.fromkeys(best.values()):
         names = listed([name for name in best if best[name] == direction])
-        yield (
-            f"Best is the {direction}: {names}."
-            if direction
-            else f"No best value, since the name has neither loss nor acc: {names}."
-        )
+        known = f"Best is the {direction}" if direction else "No best value, since the name has neither loss nor acc"
+        yield f"{known}: {names}."
     experiments = list(dict.fromkeys(row["experiment"] for row in rows if row["group"]))
     if len(experiments) > 1:
         yield f"Runs of different experiments are not tested against each other: {listed(experiments)}."
@@ -142,9 +139,8 @@ def _over_seeds(rows: Sequence[Row], sentences: list[str], *, last: bool) -> tup
     }
     experiments = {row["group"]: row["experiment"] for row in rows}
     pairs = [(a, b) for a, b in combinations(groups, 2) if experiments[a] == experiments[b]]
-    compared = [
-        ({"number": name, "a": a, "b": b}, by_seed[name, a], by_seed[name, b]) for name in names for a, b in pairs
-    ]
+    cases = [(name, a, b) for name in names for a, b in pairs]
+    compared = [({"number": name, "a": a, "b": b}, by_seed[name, a], by_seed[name, b]) for name, a, b in cases]
     uneven = [about for about, _, _ in compared if _is_uneven(about, groups)]
     if uneven:
         uneven_names = listed([*dict.fromkeys(about["number"] for about in uneven)])

@@ -7,7 +7,7 @@ from ..errors import counted, listed
 from .relevance import FindingGroup, finding_groups
 from .run_reader import ShownRun
 from .run_styles import RunStyle
-from .tables import text, titled
+from .tables import labelled, text, titled
 
 LONGEST_SENTENCE, LONGEST_STATE = 1000, 300
 MOST_OPEN = 3  # findings of the page with all details; the others are lines that open
@@ -21,13 +21,13 @@ def verdict_of(runs: Sequence[ShownRun]) -> tuple[str, str]:
     """Return the most severe kind of finding of all runs (or ``none`` or ``unknown``), and the verdict in words."""
     if len(runs) == 1:
         (diagnosis,) = (shown.diagnosis for shown in runs)
-        first = f": {_name(diagnosis.findings[0])}" if diagnosis and _has_problem(diagnosis) else ""
-        return severity_of(diagnosis), diagnosis_words(diagnosis) + first
+        kind = severity_of(diagnosis)
+        first = f": {_name(diagnosis.findings[0])}" if diagnosis and kind in ("critical", "warning") else ""
+        return kind, diagnosis_words(diagnosis) + first
     groups = [group for group in finding_groups(runs) if group.finding.severity != "info"]
-    unchecked = [
-        shown.label for shown in runs if shown.diagnosis is not None and severity_of(shown.diagnosis) == "unknown"
-    ]
     unread = [shown.label for shown in runs if shown.diagnosis is None]
+    diagnosed = [shown for shown in runs if shown.diagnosis is not None]
+    unchecked = [shown.label for shown in diagnosed if severity_of(shown.diagnosis) == "unknown"]
     unknown = f" {counted(len(unread), 'run')} could not be diagnosed: {listed(unread, MOST_NAMED)}." if unread else ""
     unknown += f" {counted(len(unchecked), 'run')} not checked: {listed(unchecked, MOST_NAMED)}." if unchecked else ""
     if not groups:
@@ -53,10 +53,6 @@ def severity_of(diagnosis: Diagnosis | None) -> str:
     if diagnosis.severity in ("critical", "warning"):
         return diagnosis.severity
     return "unknown" if diagnosis.unchecked else "none"
-
-
-def _has_problem(diagnosis: Diagnosis | None) -> bool:
-    return severity_of(diagnosis) in ("critical", "warning")
 
 
 def _name(finding: Finding) -> str:
@@ -102,10 +98,7 @@ def run_cards(
 
 def _members(group: FindingGroup, runs: Sequence[ShownRun], styles: Sequence[RunStyle]) -> str:
     """Return the runs with a finding."""
-    names = [
-        f"<span{titled(runs[index])}>{styles[index].swatch}{text(runs[index].label)}</span>"
-        for index, _ in group.members
-    ]
+    names = [labelled(runs[index], styles[index]) for index, _ in group.members]
     more = f"<span>{len(names) - MOST_MEMBERS} more</span>" if len(names) > MOST_MEMBERS else ""
     return f'<p class="members">{"".join(names[:MOST_MEMBERS])}{more}</p>'
 

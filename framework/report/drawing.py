@@ -228,15 +228,9 @@ def _draw_curve(ax: Axes, raw: MetricCurve, line: dict[str, Any], smooth: int, *
     for is_marked, marker, height in MARKS:
         marked_steps = steps[is_marked(values)]
         if len(marked_steps):
-            size, edge = 1.6 * rcParams["lines.markersize"], ax.get_xaxis_transform()
-            ax.plot(
-                marked_steps,
-                np.full(len(marked_steps), height),
-                marker,
-                color=line["color"],
-                markersize=size,
-                transform=edge,
-            )
+            place: dict[str, Any] = {"markersize": 1.6 * rcParams["lines.markersize"], "color": line["color"]}
+            place["transform"] = ax.get_xaxis_transform()
+            ax.plot(marked_steps, np.full(len(marked_steps), height), marker, **place)
 
 
 def running_mean(curve: MetricCurve, window: int, *, geometric: bool = False) -> MetricCurve:

@@ -283,15 +283,13 @@ def legend_of(labels: Sequence[str], names: Mapping[str, int]) -> list[tuple[str
 def hook_panels(picture: str) -> "list[MetricPanel]":
     """Return the panels of a picture from all hooks, ordered by place, with full names of metrics."""
 
-    def named(hook: str, by_metric: Mapping[str, str]) -> dict[str, str]:
+    def full(hook: str, by_metric: Mapping[str, str]) -> dict[str, str]:
         return {f"{hook}/{metric}": text for metric, text in by_metric.items()}
 
     from ..hooks import HookRegistry  # needs torch, unlike the rest of this module
 
     pairs = [(hook.name, panel) for hook in HookRegistry for panel in hook.panels if panel.picture == picture]
-    panels = [
-        replace(panel, curves=named(hook, panel.curves), shares=named(hook, panel.shares)) for hook, panel in pairs
-    ]
+    panels = [replace(panel, curves=full(hook, panel.curves), shares=full(hook, panel.shares)) for hook, panel in pairs]
     return sorted(panels, key=attrgetter("place"))
 
 
@@ -299,21 +297,14 @@ def hook_picture(picture: str, runs: Sequence[DrawnRun]) -> Picture:
     """Show the panels that hooks define for a picture; raises :class:`UsageError` if no metric was recorded."""
     panels = hook_panels(picture)
     by_label = dict(zip(run_labels([run.folder.resolve() for run in runs]), runs, strict=True))
-    require(
-        len(runs) <= len(COLOURS),
-        f"{option_text(picture)} can distinguish at most {len(COLOURS)} runs, but got {len(runs)}.",
-    )
+    limit = f"{option_text(picture)} can distinguish at most"
+    require(len(runs) <= len(COLOURS), f"{limit} {len(COLOURS)} runs, but got {len(runs)}.")
     texts = [text for text in dict.fromkeys(text for panel in panels for text in panel.curves.values()) if text]
-    require(
-        len(texts) <= len(DASHES),
-        f"{option_text(picture)} can distinguish at most {len(DASHES)} kinds of curves, but hooks define {texts}.",
-    )
+    require(len(texts) <= len(DASHES), f"{limit} {len(DASHES)} kinds of curves, but hooks define {texts}.")
     drawn = [panel for panel in panels if any(metric in run.curves for run in runs for metric in panel.curves)]
     hooks = dict.fromkeys(metric.partition("/")[0] for panel in panels for metric in panel.curves)
-    require(
-        bool(drawn),
-        f"{listed([str(run.folder) for run in runs])} has no metrics of {' or '.join(hooks)}; enable these hooks.",
-    )
+    folders = listed([str(run.folder) for run in runs])
+    require(bool(drawn), f"{folders} has no metrics of {' or '.join(hooks)}; enable these hooks.")
     numbers = {text: number for number, text in enumerate(texts)}
     shown = {text for panel in drawn for text in panel.curves.values()}
     legend = legend_of(list(by_label), {text: number for text, number in numbers.items() if text in shown})
@@ -328,10 +319,8 @@ def _panel(panel: "MetricPanel", runs: Mapping[str, DrawnRun], numbers: Mapping[
     traces = distinguishable_traces(list(runs.values()), by_metric)
     remarks = []
     for metric, word in panel.shares.items():
-        means = {
-            label: f"{run.curves[metric].values.mean():.0%}" for label, run in runs.items() if metric in run.curves
-        }
-        texts = list(means.values()) if len(runs) == 1 else [f"{label} {mean}" for label, mean in means.items()]
+        curves = {f"{label} " * (len(runs) > 1): run.curves.get(metric) for label, run in runs.items()}
+        texts = [f"{owner}{curve.values.mean():.0%}" for owner, curve in curves.items() if curve is not None]
         remarks += [f"{word}: {', '.join(texts)}"] if texts else []
     return Panel(panel.title, traces, panel.y_label, panel.log_y, panel.baseline, "; ".join(remarks))
 

@@ -46,8 +46,14 @@ def plot(
     require(bool(patterns), "loopscope.plot needs metrics: loopscope.plot(folder, 'training_metrics/loss').")
     folders = [runs] if isinstance(runs, (str, os.PathLike)) else runs
     recorded, unit = read_runs(map(Path, folders), matcher(patterns), x)
-    picture = (seeds_picture if seeds else metric_picture)(recorded, patterns, overlay=overlay)
+    picture = picture_of(recorded, patterns, seeds=seeds, overlay=overlay)
     return figure_of(picture, Look(smooth, log_y=log_y, x=unit, size=size, title=title))
+
+
+def picture_of(runs: Sequence[DrawnRun], patterns: Sequence[str], *, seeds: bool, overlay: bool) -> Picture:
+    """Show the matching metrics of single runs, or as means over ``seeds``."""
+    draw = seeds_picture if seeds else metric_picture
+    return draw(runs, patterns, overlay=overlay)
 
 
 def save_picture(picture: Picture, look: Look, path: Path, about: tuple[str, str] = ("", "")) -> None:
@@ -72,10 +78,8 @@ def read_runs(paths: Iterable[Path], wanted: Callable[[str], bool], x: Unit | No
     runs = [read_curves(folder, wanted) for folder in folders.values()]
     without = [str(run.folder) for run in runs if not run.epoch_steps]
     unit: Unit = x or ("step" if without else "epoch")
-    require(
-        unit == "step" or not without,
-        f"{option_text('x', 'epoch')} needs recorded ends of epochs; {listed(without)} has none.",
-    )
+    problem = f"{option_text('x', 'epoch')} needs recorded ends of epochs; {listed(without)} has none."
+    require(unit == "step" or not without, problem)
     return [run.in_epochs() for run in runs] if unit == "epoch" else runs, unit
 
 
@@ -95,9 +99,7 @@ def seeds_picture(runs: Sequence[DrawnRun], patterns: Sequence[str], *, overlay:
     sentences += [f"One seed is not enough for a significance test: {listed(few)}."] if few else []
     for mean in means:
         members = groups[mean.group].values()
-        ends = {
-            name: [float(run.curves[name].steps[-1]) for run in members if name in run.curves] for name in mean.curves
-        }
+        ends = {name: [run.curves[name].steps[-1] for run in members if name in run.curves] for name in mean.curves}
         cut = [name for name, curve in mean.curves.items() if max(ends[name]) > curve.steps[-1]]
         rare = [name for name in mean.curves if len(ends[name]) < len(members)]
         sentences += [f"{mean.group} is drawn to the end of its shortest run: {listed(cut)}."] if cut else []

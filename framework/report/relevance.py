@@ -102,13 +102,13 @@ def _loss(sizes: Mapping[str, int]) -> str:
     known = [name for name in LOSSES if name in sizes]
     if known:
         return max(known, key=sizes.__getitem__)
-    return next((name for name in sizes if _last_part(name) in ("loss", "train_loss")), "")
+    return next((name for name in sizes if last_part(name) in ("loss", "train_loss")), "")
 
 
 def _validation(sizes: Mapping[str, int]) -> str:
     """Return the validation loss, or else another number of the validation; empty if none was recorded."""
     names = validation_numbers(sizes)
-    losses = [name for name in names if "loss" in _last_part(name)]
+    losses = [name for name in names if "loss" in last_part(name)]
     return next(iter([*losses, *names]), "")
 
 
@@ -118,25 +118,21 @@ def validation_numbers(names: Iterable[str]) -> list[str]:
     >>> validation_numbers(["a/val_loss", "training_metrics/val_acc", "checks/eval_mode"])
     ['training_metrics/val_acc']
     """
-    numbers = [name for name in names if _is_validation(name) and direction_of(name)]
+    numbers = [name for name in names if VALIDATION.match(last_part(name)) and direction_of(name)]
     always = [hook.name for hook in HookRegistry if hook.always]
     return [name for name in numbers if _hook(name) in always] or numbers
 
 
 def direction_of(name: str) -> int:
     """Return 1 if lower values of a metric are better, −1 if higher ones are, 0 if neither is known."""
-    last = _last_part(name)
+    last = last_part(name)
     if any(word in last for word in ("loss", "perplexity", "ppl", "error")):
         return 1
     return -1 if "acc" in last else 0
 
 
-def _is_validation(name: str) -> bool:
-    return VALIDATION.match(_last_part(name)) is not None
-
-
 def _longest(sizes: Mapping[str, int], last_parts: Sequence[str]) -> str:
-    names = [name for name in sizes if _last_part(name) in last_parts]
+    names = [name for name in sizes if last_part(name) in last_parts]
     return max(names, key=sizes.__getitem__, default="")
 
 
@@ -144,7 +140,8 @@ def _hook(name: str) -> str:
     return name.partition("/")[0]
 
 
-def _last_part(name: str) -> str:
+def last_part(name: str) -> str:
+    """Return the name of a metric without its hook and its groups."""
     return name.rpartition("/")[2]
 
 
@@ -184,10 +181,5 @@ def finding_marks(runs: Sequence[ShownRun], order: MetricOrder) -> Iterator[dict
         for index, finding in group.members:
             pairs = [(recorded_name(item.metric, names), item.limit) for item in finding.evidence]
             metrics = [{"name": name, "limit": _finite(limit)} for name, limit in pairs if name]
-            yield {
-                "number": group.number,
-                "run": index,
-                "severity": finding.severity,
-                "step": finding.step,
-                "metrics": metrics,
-            }
+            about = {"number": group.number, "run": index, "severity": finding.severity, "step": finding.step}
+            yield {**about, "metrics": metrics}

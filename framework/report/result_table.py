@@ -8,7 +8,7 @@ import numpy as np
 
 from ..hooks import HookRegistry
 from .comparison import differing_parts
-from .relevance import LOSSES, direction_of, validation_numbers
+from .relevance import LOSSES, direction_of, last_part, validation_numbers
 from .run_reader import ShownRun
 from .run_styles import RunStyle
 from .tables import grid, text, titled
@@ -63,13 +63,9 @@ def _number_names(runs: Sequence[ShownRun]) -> dict[str, str]:
     chosen = list(dict.fromkeys([*losses, *validation, *accuracies]))[:MOST_NUMBERS]
     names: dict[str, str] = {}
     for name in chosen:
-        heading = TRAINING_LOSS if name in losses else _last_part(name)
+        heading = TRAINING_LOSS if name in losses else last_part(name)
         names[name if heading in names else heading] = name
     return names
-
-
-def _last_part(name: str) -> str:
-    return name.rpartition("/")[2]
 
 
 def _result(shown: ShownRun, name: str, heading: str) -> Result | None:

@@ -7,20 +7,21 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..doctor import Diagnosis
+from ..doctor import Curve, Diagnosis, diagnose
 from ..durable_files import is_readable_file, path_exists, read_json, read_lines
 from ..errors import LONGEST_TEXT, UsageError, listed, require, shortened
 from ..hooks import ALERTS, alert_fields, as_float
-from ..runs import EXPLANATION, REWINDS, SUMMARY, Record, RunRecord, forward_emits, record_of
+from ..runs import EXPLANATION, REWINDS, SUMMARY, Record, RunRecord, forward_emits, history_without_metrics, record_of
 from .curves import NUMBERS, check_size, series_in
 from .explanations import read_explained
-from .run_diagnosis import diagnosis_of
 from .run_index import FoundRun, inspect_run
 
 MOST_ALERT_BYTES, MOST_ALERTS = 2**24, 1000
+MOST_DIAGNOSED = 4096  # metrics, like in a history
 FEW_ROWS = 3  # shown rows of an alert
 REWIND = re.compile(r"(?:steps_(?=\d+_to_)|explained_step_(?=\d+$))(?P<step>\d{1,18})(?:_to_(?P<until>\d{1,18}))?")
 MOST_ROWS = MOST_COLUMNS = 200  # of a heat map
@@ -96,9 +97,19 @@ def read_shown(folder: Path, label: str, most: int) -> ShownRun:
         _read_rewinds(shown, folder / REWINDS, most)
     if shown.run.record is not None:
         with _noted(shown.problems):
-            last_step = shown.last[1] if shown.last else 0
-            shown.diagnosis = diagnosis_of(folder, shown.run.record, shown.points, shown.alert_records, last_step)
+            shown.diagnosis = _diagnosed(shown, folder, shown.run.record)
     return shown
+
+
+def _diagnosed(shown: ShownRun, folder: Path, record: RunRecord) -> Diagnosis:
+    """Return the findings about a run from what was read of it, without reading its record again."""
+    history = history_without_metrics(folder, record)
+    for name, (steps, values) in islice(shown.points.items(), MOST_DIAGNOSED):
+        history.curves[name] = Curve.of_points(steps, values)
+    history.step = shown.last[1] if shown.last else 0
+    for alert in shown.alert_records:
+        history.add_alert(alert)
+    return diagnose(history)
 
 
 def _read_rewinds(shown: ShownRun, folder: Path, most: int) -> None:
@@ -154,7 +165,5 @@ def _read_alerts(shown: ShownRun, path: Path) -> None:
             shown.alerts.append({"step": operator.index(alert["step"]), "is_over": is_over, **texts})
             shown.alert_records.append(alert)
     missing = len(lines) - len(shown.alerts)
-    require(
-        not missing,
-        f"{missing:,} lines of {path} are not shown: they are not alerts, or there are more than {MOST_ALERTS:,}.",
-    )
+    reason = f"they are not alerts, or there are more than {MOST_ALERTS:,}"
+    require(not missing, f"{missing:,} lines of {path} are not shown: {reason}.")

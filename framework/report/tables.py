@@ -24,6 +24,11 @@ def titled(shown: Any) -> str:
     return f' title="{text(shown.name)}"' if shown.name not in ("", shown.label) else ""
 
 
+def labelled(shown: Any, style: Any) -> str:
+    """Return the label of a run behind a piece of its line."""
+    return f"<span{titled(shown)}>{style.swatch}{text(shown.label)}</span>"
+
+
 def table(
     title: str,
     heading: Sequence[str],
