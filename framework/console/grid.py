@@ -114,9 +114,8 @@ def _lowest(groups: Sequence[Group], width: int, height: int, most_blocks: int) 
     def fits(lines: int) -> bool:
         return bool(divided(groups, width, lines, most_blocks))
 
-    lowest = bisect_left(
-        range(height), True, min(height, LOWEST_BLOCK, max(group.height for group in groups)), key=fits
-    )
+    least = min(height, LOWEST_BLOCK, max(group.height for group in groups))
+    lowest = bisect_left(range(height), True, least, key=fits)
     return _side_by_side(divided(groups, width, lowest, most_blocks)), sum(len(group.cells) for group in groups)
 
 

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from math import ceil
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +28,7 @@ Mode = Literal["brief", "normal", "verbose", "live", "silent", "none"]
 Kind = tuple[str, Severity, bool]  # hook/metric, the severity, and whether it is a recovery
 
 
+@dataclass(eq=False)
 class RunConsole(Display):
     """The display of one session; a context manager that restores the terminal.
 
@@ -51,38 +52,32 @@ class RunConsole(Display):
         clock: returns the time in seconds.
     """
 
-    def __init__(
-        self,
-        mode: Mode = "normal",
-        *,
-        live_metrics: Groups | None = None,
-        progress_metrics: Groups | None = None,
-        compared_to: Mapping[str, str] | None = None,
-        recorded: bool = False,
-        until: int | None = None,
-        label: str = "",
-        bar: bool = True,
-        warnings: type[Warning] = Warning,
-        alerts_of: Collection[str] = (),
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.console = console or make_console()
-        self._live_metrics = live_metrics or {}
-        self._recorded, self._warnings = recorded, warnings
-        self._until, self._label, self._bar = until, label, bar
-        self._compared_to = compared_to or {}
-        self._clock = clock
-        self._no_screen = mode == "live" and not supports_full_screen(self.console)
-        self._mode: Mode = "normal" if self._no_screen else mode
-        self._live = LiveDisplay(self.console, self._live_metrics, clock=clock) if self._mode == "live" else None
+    mode: Mode = "normal"
+    _: KW_ONLY
+    live_metrics: Groups = field(default_factory=dict)
+    progress_metrics: Groups = field(default_factory=dict)
+    compared_to: Mapping[str, str] = field(default_factory=dict)
+    recorded: bool = False
+    until: int | None = None
+    label: str = ""
+    bar: bool = True
+    warnings: type[Warning] = Warning
+    alerts_of: Collection[str] = ()
+    console: Console = field(default_factory=make_console)
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        """Choose the display that the console supports."""
+        self._no_screen = self.mode == "live" and not supports_full_screen(self.console)
+        self._mode: Mode = "normal" if self._no_screen else self.mode
+        self._live = LiveDisplay(self.console, self.live_metrics, clock=self.clock) if self._mode == "live" else None
         self.notices: list[Notice] = self._live.board.notices if self._live else []
         # The full screen shows no number twice.
-        watched = {name for names in self._live_metrics.values() for name in names} if self._live else set()
-        shown = {label: names for label, names in (progress_metrics or {}).items() if not watched.issuperset(names)}
+        watched = {name for names in self.live_metrics.values() for name in names} if self._live else set()
+        shown = {label: names for label, names in self.progress_metrics.items() if not watched.issuperset(names)}
         self._numbers = ProgressNumbers(shown)
-        shown_hooks = alerts_of if self._mode == "brief" else None
-        self._watch = Watch(self._live_metrics, self._notify, immediate=self._mode != "silent", hooks=shown_hooks)
+        shown_hooks = self.alerts_of if self._mode == "brief" else None
+        self._watch = Watch(self.live_metrics, self._notify, immediate=self._mode != "silent", hooks=shown_hooks)
         self._hooks: list[str] = []  # of the previous strategy
         self._line_view: LineView | None = None
         self._exit = ExitStack()
@@ -90,7 +85,7 @@ class RunConsole(Display):
 
     def __enter__(self) -> "RunConsole":
         """Show warnings as lines from now on."""
-        self._exit.enter_context(show_warnings(self._warn, alerts=False, kind=self._warnings))
+        self._exit.enter_context(show_warnings(self._warn, alerts=False, kind=self.warnings))
         self._exit.callback(self._print_silenced)
         if self._live is not None:
             self._exit.callback(self._live.leave, self._print_now)
@@ -115,7 +110,7 @@ class RunConsole(Display):
             sinks.append(self._live)
         elif self._prints_lines:
             table_sink: type[Any] = SinkRegistry.get("console")
-            options = {"first": self._live_metrics, "recorded": self._recorded, "shown": self._snapshot_shown}
+            options = {"first": self.live_metrics, "recorded": self.recorded, "shown": self._snapshot_shown}
             options["tables"] = self._mode == "verbose"
             sinks.append(table_sink(console=self.console, **options))
         return sinks
@@ -133,9 +128,9 @@ class RunConsole(Display):
         self._hooks = names
         self._print(tables.strategy_header(run, task, shown_hooks, self._numbers.metrics, self.console.width))
         self._stop_progress()
-        if self._mode == "none" or not self._bar:
+        if self._mode == "none" or not self.bar:
             return NoProgress()
-        shown_name = self._label or name
+        shown_name = self.label or name
         view: View
         is_normal = self._prints_lines
         if self._live is not None:
@@ -144,18 +139,16 @@ class RunConsole(Display):
         elif self.console.is_jupyter or (self.console.is_interactive and not has_foreign_bars()):
             view = BarView(self.console, shown_name, transient=is_normal)
         else:
-            view = self._line_view = LineView(self.console, shown_name, transient=is_normal, clock=self._clock)
+            view = self._line_view = LineView(self.console, shown_name, transient=is_normal, clock=self.clock)
         length, steps = 0 if run.is_endless else task.length, len(task.loader)
         steps_per_epoch = steps if steps < ENDLESS else None
-        if self._until is not None:
-            length = (
-                self._until if run.loop == "step" or steps_per_epoch is None else ceil(self._until / steps_per_epoch)
-            )
+        if self.until is not None:
+            length = ceil(self.until / (1 if run.loop == "step" else steps_per_epoch or 1))
         self._progress = TrainingProgress(
             view,
             unit=run.loop,
             length=length,
-            clock=self._clock,
+            clock=self.clock,
             steps_per_epoch=steps_per_epoch,
             chosen=self._numbers.texts,
             losses=self._numbers.losses,
@@ -168,8 +161,8 @@ class RunConsole(Display):
         if self._live is not None:
             self._live.board.results.append(shown)
         self._stop_progress()
-        if line := tables.budget_line(shown):
-            self._print(Text(line))
+        if text := tables.budget_text(shown.get("budget", {})):
+            self._print(Text(f"loopscope: {text}"))
         if self._mode == "brief":
             self._print(tables.brief_result(shown))
         else:
@@ -190,7 +183,7 @@ class RunConsole(Display):
         if self._live is not None:
             self._live.leave(self._print_now)
         if len(summaries) > 1:
-            rows = tables.comparison_rows(cleaned(summaries), self._compared_to)
+            rows = tables.comparison_rows(cleaned(summaries), self.compared_to)
             self._print(tables.comparison_table(rows, self.console.width))
         self._print(tables.results_text(summaries, self._watch.plotted, with_files=self._mode == "verbose"))
 
@@ -272,6 +265,7 @@ def watch(
         return run(replace(session, make_sinks=all_sinks, display=display))
 
 
+@dataclass(eq=False)
 class Watch(MetricSink):
     """Shows alerts, at most one of a kind per epoch and SNAPSHOT interval and ten in all; finds a metric to plot.
 
@@ -288,26 +282,21 @@ class Watch(MetricSink):
     draws: ClassVar[bool] = False
     name = "alerts"
     keeps: ClassVar[bool] = False
+    live_metrics: Groups
+    notify: Callable[[Notice], None]
+    immediate: bool
+    hooks: Collection[str] | None = None
 
-    def __init__(
-        self,
-        live_metrics: Groups,
-        notify: Callable[[Notice], None],
-        *,
-        immediate: bool,
-        hooks: Collection[str] | None = None,
-    ) -> None:
-        self._hooks = hooks
+    def __post_init__(self) -> None:
         self.plotted = self._begin = ""
-        self._wanted = [name for names in live_metrics.values() for name in names]
-        self._notify, self._immediate = notify, immediate
+        self._wanted = [name for names in self.live_metrics.values() for name in names]
         self._epochs: dict[Kind, list[int]] = {}  # epochs in which a kind was shown
         self._since: set[Kind] = set()  # kinds shown since the last SNAPSHOT
         self._waiting: dict[Kind, list[Alert]] = {}
 
     def set_run_context(self, run: RunInfo) -> None:
         """Start a strategy; alerts shown at its end name it."""
-        self._begin = "" if self._immediate else f"{run.strategy}: "
+        self._begin = "" if self.immediate else f"{run.strategy}: "
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Choose the first live metric with a value for plotting, or a metric of an always-on hook."""
@@ -321,11 +310,11 @@ class Watch(MetricSink):
         """Show the first alert of each kind, and the number of further ones."""
         kinds: dict[Kind, list[Alert]] = {}
         for alert in alerts:
-            if self._hooks is not None and alert.hook not in self._hooks:
+            if self.hooks is not None and alert.hook not in self.hooks:
                 continue
             kinds.setdefault((alert.kind, alert.severity, isinstance(alert, Recovery)), []).append(alert)
         for kind, same_kind in kinds.items():
-            if not self._immediate:
+            if not self.immediate:
                 self._waiting.setdefault(kind, []).extend(same_kind)
             elif kind not in self._since and same_kind[0].epoch not in (epochs := self._epochs.setdefault(kind, [])):
                 epochs.append(same_kind[0].epoch)
@@ -351,4 +340,4 @@ class Watch(MetricSink):
         more = f" (and {len(alerts) - 1:,} more{where})" if len(alerts) > 1 else ""
         severity = alerts[0].severity
         label: Label = "note" if severity == "info" else "critical alert" if severity == "critical" else "alert"
-        self._notify(Notice(label, f"{self._begin}{alerts[0].kind}: {' '.join(str(alerts[0]).split())}{more}{remark}"))
+        self.notify(Notice(label, f"{self._begin}{alerts[0].kind}: {' '.join(str(alerts[0]).split())}{more}{remark}"))

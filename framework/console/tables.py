@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..hooks import RunInfo
     from ..training import TrainingTask
 
+Summary = Mapping[str, Any]
 REMARKS = ("treatments", "failed hooks")
 NUMERIC = r"[-+]?([\d.,:]+(e[-+]\d+)?|nan|inf)|"
 
@@ -64,7 +65,7 @@ def brief_header(run: "RunInfo", task: "TrainingTask") -> Text:
     return Text(f"loopscope: observing {kind} ({parameters}), record in {short_path(run.output_dir)}")
 
 
-def brief_result(summary: Mapping[str, Any]) -> Text:
+def brief_result(summary: Summary) -> Text:
     """Return the line at the end of an attached training: its length, its state, and the number of problems."""
     count = sum(finding["severity"] != "info" for finding in summary.get("findings", ()))
     problems = counted(count, "problem") if count else "no problem"
@@ -76,12 +77,6 @@ def brief_result(summary: Mapping[str, Any]) -> Text:
         (f"; {lost}" if lost else "", "bold red"),
         f"; details: loopscope doctor {short_path(Path(summary['output_dir']))}",
     )
-
-
-def budget_line(summary: Mapping[str, Any]) -> str:
-    """Return the line with the schedules of hooks under a budget, and their cost; empty without one."""
-    text = budget_text(summary.get("budget", {}))
-    return f"loopscope: {text}" if text else ""
 
 
 def budget_text(report: Mapping[str, Any]) -> str:
@@ -105,7 +100,7 @@ def budget_text(report: Mapping[str, Any]) -> str:
     return f"{what}, within {share:g} % of the step"
 
 
-def final_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
+def final_numbers(summary: Summary) -> dict[str, float]:
     """Return the final training loss and the final accuracies, or the full evaluation if it has no accuracy."""
     final: Mapping[str, float] = summary["final"]
     accuracies = {name: value for name, value in final.items() if name.endswith("_acc")}
@@ -113,7 +108,7 @@ def final_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
     return {**loss, **(accuracies or final)}
 
 
-def result_line(summary: Mapping[str, Any]) -> Text:
+def result_line(summary: Summary) -> Text:
     """Return the line with the result of a strategy."""
     numbers = "".join(
         f", {name} {number_text(value)}{_mean_text(summary) if name == 'loss' else ''}"
@@ -134,7 +129,7 @@ def result_line(summary: Mapping[str, Any]) -> Text:
     )
 
 
-def _mean_text(summary: Mapping[str, Any]) -> str:
+def _mean_text(summary: Summary) -> str:
     """Return over which steps the training loss is a mean, or an empty text for a summary of an earlier version."""
     over = summary.get("training_loss_over")
     if not over or summary["training_loss"] is None:
@@ -164,7 +159,7 @@ def place_text(epoch: int, step: int) -> str:
     return f"epoch {epoch:,}, step {step:,}" if epoch else f"step {step:,}"
 
 
-def failed_hooks_text(summary: Mapping[str, Any]) -> str:
+def failed_hooks_text(summary: Summary) -> str:
     """Return which hooks the run has lost, since they raised, or an empty text."""
     steps = {error["hook"]: error.get("step") for error in reversed(summary.get("hook_errors", ()))}
     if not steps or summary.get("error"):  # that of a hook which ended the run
@@ -173,14 +168,14 @@ def failed_hooks_text(summary: Mapping[str, Any]) -> str:
     return f"without {', '.join(texts)}, which raised"
 
 
-def lost_rows_text(summary: Mapping[str, Any]) -> str:
+def lost_rows_text(summary: Summary) -> str:
     """Return which sinks failed and lost rows, from which step on, or an empty text."""
     failed = [error for error in summary.get("sink_errors", ()) if error["lost_rows"]]
     texts = [f"{error['sink']} failed at step {error['step']:,} ({error['error']})" for error in failed]
     return f"rows were lost: {', '.join(texts)}" if texts else ""
 
 
-def run_name(summary: Mapping[str, Any]) -> str:
+def run_name(summary: Summary) -> str:
     """Return the strategy of a run, with its seed if the seeds have separate folders."""
     return name_of_run(Path(summary["output_dir"]), summary["strategy"])
 
@@ -197,14 +192,12 @@ def hook_table(strategy: str, hook: str, rows: Mapping[str, Mapping[str, float]]
     return Group(Text(f"{strategy}: {hook}", "bold"), comparison_table(texts, width))
 
 
-def comparison_rows(
-    summaries: Sequence[Mapping[str, Any]], compared_to: Mapping[str, str] | None = None
-) -> list[dict[str, str]]:
+def comparison_rows(summaries: Sequence[Summary], compared_to: Mapping[str, str] | None = None) -> list[dict[str, str]]:
     """Return one row per strategy, as text by column; several seeds give mean ± standard deviation.
 
     ``compared_to`` maps metrics of the final evaluation to the strategy whose value is subtracted.
     """
-    by_strategy: dict[str, list[Mapping[str, Any]]] = {}
+    by_strategy: dict[str, list[Summary]] = {}
     for summary in summaries:
         by_strategy.setdefault(summary["strategy"], []).append(summary)
     reached = {strategy: _reached(runs) for strategy, runs in by_strategy.items()}
@@ -224,13 +217,13 @@ def comparison_rows(
     ]
 
 
-def _reached(runs: Sequence[Mapping[str, Any]]) -> str:
+def _reached(runs: Sequence[Summary]) -> str:
     reached = [f"epoch {run['target_reached']['epoch']}" for run in runs if run["target_reached"]]
     return f"{len(reached)} of {len(runs)}" if len(runs) > 1 and reached else "".join(reached)
 
 
 def _numbers(
-    runs: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, Any]], compared_to: Mapping[str, str]
+    runs: Sequence[Summary], summaries: Sequence[Summary], compared_to: Mapping[str, str]
 ) -> dict[str, list[float]]:
     """Return the final numbers of a strategy's runs by column, with distances between runs of the same seed."""
     columns: dict[str, list[float]] = {}
@@ -256,9 +249,7 @@ def spread(values: Sequence[float]) -> str:
         return f"{number_text(float(numbers.mean()))} ± {number_text(float(numbers.std(ddof=1)))}"
 
 
-def distances(
-    summary: Mapping[str, Any], summaries: Sequence[Mapping[str, Any]], compared_to: Mapping[str, str]
-) -> dict[str, float]:
+def distances(summary: Summary, summaries: Sequence[Summary], compared_to: Mapping[str, str]) -> dict[str, float]:
     """Return the differences of final numbers from those of the baseline strategies that have ended.
 
     >>> runs = [{"strategy": name, "final": {"val_loss": loss}} for name, loss in (("fp32", 4.5), ("fp4", 4.75))]
@@ -330,7 +321,7 @@ def table_in_width(rows: Sequence[Mapping[str, str]], width: int) -> Table:
     return table
 
 
-def findings_text(summary: Mapping[str, Any], width: int | None) -> Text | None:
+def findings_text(summary: Summary, width: int | None) -> Text | None:
     """Return the most important findings of a run, wrapped; ``None`` if it has none above ``info``."""
     lines = brief_lines(Diagnosis.of(summary.get("findings", ())), width)
     styles = {label: LABEL_STYLES[label] for label in ("critical", "warning")}
@@ -341,7 +332,7 @@ def findings_text(summary: Mapping[str, Any], width: int | None) -> Text | None:
     return Text("\n", no_wrap=True).join(shown) if shown else None
 
 
-def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str, *, with_files: bool = False) -> Text:
+def results_text(summaries: Sequence[Summary], plotted: str, *, with_files: bool = False) -> Text:
     """Return the folder and the next command; ``with_files`` also lists files, and all next commands.
 
     ``plotted`` names a metric for the command that plots.
@@ -362,11 +353,8 @@ def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str, *, with_f
                 files[kind][generic] = None
         if (folder.path / ALERTS).exists():
             alerts.append(alert_counts(folder.path, f" of {folder.name}" if many else ""))
-    lines = [
-        f"Results: {short_path(above)}/ with {', '.join(folder.name for folder in folders)}"
-        if many
-        else f"Results: {short_path(first.path)}"
-    ]
+    within = f"/ with {', '.join(folder.name for folder in folders)}" if many else ""
+    lines = [f"Results: {short_path(above if many else first.path)}{within}"]
     ill = [folder for folder, summary in zip(folders, summaries, strict=True) if has_problem(summary)]
     next_commands = [("doctor", folder) for folder in ill[:1]] + [("show", first)]
     texts = {"record": ", ".join(files["record"]), "alerts": f"{ALERTS}: {', '.join(alerts)}" if alerts else ""}
@@ -378,13 +366,12 @@ def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str, *, with_f
     for index, (command, folder) in enumerate(next_commands):
         lines.append(f"{'      ' if index else 'Next: '}loopscope {command} {shlex.quote(short_path(folder.path))}")
     if plotted and files["record"] and find_spec("matplotlib"):
-        lines.append(
-            f"      loopscope plot {shlex.quote(short_path(above if many else first.path))} --metrics {plotted}"
-        )
+        drawn = shlex.quote(short_path(above if many else first.path))
+        lines.append(f"      loopscope plot {drawn} --metrics {plotted}")
     return Text("\n".join(map(printable, lines)), no_wrap=True)  # so that a command can be copied as one line
 
 
-def has_problem(summary: Mapping[str, Any]) -> bool:
+def has_problem(summary: Summary) -> bool:
     """Return whether the diagnosis of a run has a finding above ``info``."""
     return bool(Diagnosis.of(summary.get("findings", ())).at_least("warning"))
 

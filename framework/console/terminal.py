@@ -8,15 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    contextmanager,
-    nullcontext,
-    redirect_stderr,
-    redirect_stdout,
-    suppress,
-)
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from types import FrameType
 from typing import IO, Any, cast
 
@@ -58,10 +50,9 @@ class LastingConsole(Console):
         """Print nothing from now on, and report it on standard error, if that is possible."""
         if not self.quiet:
             self.quiet = True
+            reason = describe_error(error)
             with suppress(Exception):
-                sys.stderr.write(
-                    f"loopscope: nothing more is displayed, since output failed: {describe_error(error)}\n"
-                )
+                sys.stderr.write(f"loopscope: nothing more is displayed, since output failed: {reason}\n")
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """Yield the segments of the content, with control characters replaced."""
@@ -126,12 +117,11 @@ def has_foreign_bars() -> bool:
     return any(not getattr(bar, "disable", True) for bar in [*bars])
 
 
-def _above_bars(stream: Any) -> AbstractContextManager[None]:
+@contextmanager
+def _above_bars(stream: Any) -> Iterator[None]:
     """Remove the bars of tqdm from the screen for the body; tqdm is not imported here."""
-    if not has_foreign_bars():
-        return nullcontext()
-    bars: AbstractContextManager[None] = sys.modules["tqdm"].tqdm.external_write_mode(file=stream)
-    return bars
+    with sys.modules["tqdm"].tqdm.external_write_mode(file=stream) if has_foreign_bars() else nullcontext():
+        yield
 
 
 def is_terminal(stream: Any) -> bool:
