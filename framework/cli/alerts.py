@@ -11,7 +11,7 @@ from ..doctor import diagnose
 from ..errors import counted, require
 from ..hooks import SEVERITIES, Severity
 from ..runs import RunRecord, read_alerts, read_history, warn_of_changes
-from .output import Output, add_output_options
+from .output import Output, with_output_options
 from .parser import CommandParser
 
 MOST_ITEMS = 50
@@ -22,16 +22,13 @@ Item = dict[str, Any]
 
 def alerts_parser() -> CommandParser:
     """Build the parser of ``loopscope alerts``."""
-    parser = CommandParser(
-        "alerts RUN [--since STEP] [--severity S] [--limit N]",
-        "List the alerts of a run's hooks and the findings of its diagnosis, the newest last, also while it runs.",
-    )
+    about = "List the alerts of a run's hooks and the findings of its diagnosis, the newest last, also while it runs."
+    parser = CommandParser("alerts RUN [--since STEP] [--severity S] [--limit N]", about)
     parser.add_argument("RUN", nargs="*", help="the folder of a run")
     parser.add("since", int, "only those of this step and later ones", default=0)
     parser.add("severity", Severity, "only those of at least this severity", default="info")
     parser.add("limit", int, "only the newest N", default=MOST_ITEMS)
-    add_output_options(parser)
-    return parser
+    return with_output_options(parser)
 
 
 def alerts(words: Sequence[str]) -> None:
@@ -55,7 +52,7 @@ def alerts(words: Sequence[str]) -> None:
         "items": newest,
     }
     output = Output.of("alerts", words, given)
-    output.write(content, {"items": "last"}, partial(_lines, content), kept_lines="last")
+    output.write(content, {"items": "last"}, partial(_lines, content))
 
 
 def _findings(folder: Path) -> Iterator[Item]:

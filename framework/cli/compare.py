@@ -12,7 +12,7 @@ from ..errors import listed, require
 from ..report import compare_runs, run_labels
 from ..runs import READ
 from .listing import WIDE, runs_in
-from .output import Output, add_output_options
+from .output import Output, with_output_options
 from .parser import NAMES, UNBOUNDED, CommandParser, line_width
 
 MOST_METRICS, MOST_ROWS, LONGEST_VALUE = 12, 100, 60  # limits of a table; JSON has everything
@@ -29,7 +29,7 @@ def compare_parser() -> CommandParser:
     parser.add_argument("RUN", nargs="*", help="the folder of a run, or a folder with runs at any depth")
     metrics = "full names of metrics, or quoted patterns (default: the evaluation metrics)"
     parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
-    add_output_options(parser, json_text="write one JSON object, with --all with everything")
+    with_output_options(parser, json_text="write one JSON object, with --all with everything")
     parser.add_argument("--markdown", action="store_true", help="write Markdown tables, which are not cut")
     return parser
 
@@ -45,11 +45,8 @@ def compare(words: Sequence[str]) -> None:
         given["max_bytes"] = 0
     fields = ("first_differences", "differences", "tests", "spreads", "sentences", "runs")
     output = Output.of("compare", words, given)
-    output.write(
-        comparison,
-        dict.fromkeys(fields, "first"),
-        partial(_lines, comparison, last=bool(given["metrics"]), is_markdown=given["markdown"]),
-    )
+    lines = partial(_lines, comparison, last=bool(given["metrics"]), is_markdown=given["markdown"])
+    output.write(comparison, dict.fromkeys(fields, "first"), lines)
 
 
 def _lines(comparison: dict[str, Any], *, last: bool, is_markdown: bool) -> Iterator[str]:
@@ -77,19 +74,17 @@ def _tables(comparison: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]
         others = {name: value for name, value in row.items() if name not in ("number", "group", "a", "b")}
         return {"number": f"{groups}: {kind} {short.get(name, name)}", **others}
 
-    tested = sum(test["p"] is not None for test in comparison["tests"])
     other = next((f" from {entry['other']}" for entry in comparison["first_differences"]), "")
     differ = [(f"{entry['part']} {entry['name']}", _by_value(entry["values"])) for entry in comparison["differences"]]
+    firsts: list[Row] = [{"run": entry["run"], "at": _where(entry)} for entry in comparison["first_differences"]]
+    tests = list(map(seeds_row, comparison["tests"]))
+    tested = sum(test["p"] is not None for test in tests)
     return {
         "Runs": [_run_row(run, names[:MOST_METRICS], short, last=last) for run in comparison["runs"]],
         "Over seeds": list(map(seeds_row, comparison["spreads"])),
-        f"Do groups differ? {tested} tests; holm is p after Holm's correction": list(
-            map(seeds_row, comparison["tests"])
-        ),
+        f"Do groups differ? {tested} tests; holm is p after Holm's correction": tests,
         "Differing settings": [{"": name, "runs": values} for name, values in differ],
-        f"First differing step{other}": [
-            {"run": entry["run"], "at": _where(entry)} for entry in comparison["first_differences"]
-        ],
+        f"First differing step{other}": firsts,
     }
 
 

@@ -20,7 +20,7 @@ from ..durable_files import read_tensors
 from ..errors import UsageError
 from ..report import differing_parts
 from ..runs import ALL, RunFolder, RunRecord, differences, require, warn_of_changes
-from .output import Output, ReportedError, add_output_options
+from .output import Output, ReportedError, with_output_options
 from .parser import CommandParser
 
 
@@ -32,8 +32,7 @@ def diff_parser() -> CommandParser:
         "weights. Report the step and the tensor of the first difference, and exit with status 1 if there is one.",
     )
     parser.add_argument("RUN", nargs="*", help="the folder of one strategy, OUTPUT/EXPERIMENT/STRATEGY")
-    add_output_options(parser)
-    return parser
+    return with_output_options(parser)
 
 
 def diff(words: Sequence[str]) -> None:
@@ -67,9 +66,8 @@ def diff(words: Sequence[str]) -> None:
             for row in differing_parts(dict(zip("ab", records, strict=True)))
         ],
     }
-    Output.of("diff", words, given).write(
-        content, {"settings": "first"}, partial(_lines, content, complete=not left_out)
-    )
+    lines = partial(_lines, content, complete=not left_out)
+    Output.of("diff", words, given).write(content, {"settings": "first"}, lines)
     if difference is not None:
         raise ReportedError(f"The runs differ {difference}.")
 

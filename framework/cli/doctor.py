@@ -12,7 +12,7 @@ from ..errors import counted, listed, require
 from ..report import inspect_run
 from ..runs import read_history, read_step_times, run_folders
 from .finding_groups import finding_groups, group_lines
-from .output import Kept, Output, ReportedError, add_output_options
+from .output import Kept, Output, ReportedError, with_output_options
 from .parser import CommandParser, line_width
 
 WIDE = 100  # the longest line of text
@@ -21,12 +21,10 @@ BRANCHES, STEPS = 4, 10
 
 def doctor_parser() -> CommandParser:
     """Build the parser of ``loopscope doctor``."""
-    parser = CommandParser(
-        "doctor RUN [--test] [--json] [--fail-on SEVERITY]",
-        "Diagnose a run: what is wrong in its training, why, and what to do next. Works while it runs, too.",
-    )
+    about = "Diagnose a run: what is wrong in its training, why, and what to do next. Works while it runs, too."
+    parser = CommandParser("doctor RUN [--test] [--json] [--fail-on SEVERITY]", about)
     parser.add_argument("RUN", nargs="*", help="the folder of a run, or of an experiment for all its strategies")
-    add_output_options(parser)
+    with_output_options(parser)
     severities = "exit with status 1 if a finding has at least this severity"
     test = "rewind the run to before each finding, and try one change at a time in branches; trains about 30 branches"
     parser.add("test", bool, test, default=False)
@@ -73,10 +71,7 @@ def _diagnosed(folder: Path) -> Diagnosis:
 
 def _as_json(diagnoses: dict[Path, Diagnosis]) -> dict[str, Any]:
     """Return the diagnosis of one run, or those of several in a list."""
-    items = [
-        {"run": str(folder), "verdict": diagnosis.verdict, **diagnosis.as_dict()}
-        for folder, diagnosis in diagnoses.items()
-    ]
+    items = [{"run": str(folder), "verdict": item.verdict, **item.as_dict()} for folder, item in diagnoses.items()]
     return items[0] if len(items) == 1 else {"runs": items}
 
 

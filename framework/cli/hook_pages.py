@@ -12,7 +12,7 @@ from ..console import documented, experiment_list, first_line, hook_list, hook_p
 from ..hooks import ExperimentRegistry, HookRegistry, TrainingHook, hook_options
 from ..hooks.selection import hook_kind
 from ..runs import allowed_words
-from .output import Kept, Output, add_output_options
+from .output import Kept, Output, with_output_options
 from .parser import CommandParser
 
 
@@ -20,8 +20,7 @@ def hooks_parser() -> CommandParser:
     """Build the parser of ``loopscope hooks``."""
     parser = CommandParser("hooks [NAME]", "List all hooks, or show every metric and option of one hook.")
     parser.add_argument("NAME", nargs="?", help="the name of a hook")
-    add_output_options(parser)
-    return parser
+    return with_output_options(parser)
 
 
 def hooks(words: Sequence[str]) -> None:

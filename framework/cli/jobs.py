@@ -221,9 +221,8 @@ def train_one_of_several(words: Sequence[str]) -> None:
     experiment, options = typed_options(task["experiment"], task["options"])
     strategy, seed = task["of"]
     config = replace(config_of(experiment, options), seed=seed)
-    selected = replace(
-        run_options(options, experiment), strategies=[strategy], seeds=[seed] if seeds_of(options) else []
-    )
+    seeds = [seed] if seeds_of(options) else []
+    selected = replace(run_options(options, experiment), strategies=[strategy], seeds=seeds)
     session = Session(experiment(config, check_device(options["device"])), selected, wanted_sinks(options))
     if words:
         require_all_rows(watch(replace(session, signals=job_signals()), "normal"))

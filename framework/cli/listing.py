@@ -26,7 +26,7 @@ from ..errors import UsageError, counted
 from ..report import EVALUATED_BY, FoundRun, find_runs, inspect_run
 from ..runs import ATTACHED_RUNS, SETTINGS, ExperimentConfig, RunRecord, require, run_folders
 from .job_listing import ListedJobs, watch_lines
-from .output import Output, add_output_options
+from .output import Output, with_output_options
 from .parser import NAMES, CommandParser, line_width
 from .run_content import diagnosis_of, recorded_options, run_content, shown_content
 
@@ -36,15 +36,8 @@ MOST_LINES = 40  # lines of show, unless --all is given
 MOST_FINDINGS = 3
 DEFAULT_FOLDERS = (str(ExperimentConfig.output_dir), ATTACHED_RUNS)
 """Folders of the runs of experiments, and of attached runs without ``out=``, in the current folder."""
-CUT = (
-    "metrics",
-    "missing",
-    "hooks_left_out",
-    "hooks",
-    "options",
-    "findings",
-    "runs",
-)  # fields of show's JSON that may be cut
+CUT = ("metrics", "missing", "hooks_left_out", "hooks", "options", "findings", "runs")
+"""Fields of show's JSON that may be cut."""
 
 
 def ls_parser() -> CommandParser:
@@ -53,8 +46,7 @@ def ls_parser() -> CommandParser:
     folders = " and ".join(DEFAULT_FOLDERS)
     parser.add_argument("FOLDER", nargs="*", default=[], help=f"the folder to search (default: {folders})")
     parser.add("watch", bool, "repeat the list until no run is in progress and no job waits", default=False)
-    add_output_options(parser, json_text="write one JSON object, the newest run first")
-    return parser
+    return with_output_options(parser, json_text="write one JSON object, the newest run first")
 
 
 def ls(words: Sequence[str]) -> None:
@@ -67,10 +59,8 @@ def ls(words: Sequence[str]) -> None:
 
     def look() -> tuple[list[FoundRun], ListedJobs]:
         jobs = ListedJobs.of(map(Path, folders or DEFAULT_FOLDERS))
-        if folders:
-            runs = runs_in(Path(folders[0]), or_none=bool(jobs.jobs))
-        else:
-            runs = runs_by_default(or_none=bool(jobs.jobs))
+        find = partial(runs_in, Path(folders[0])) if folders else runs_by_default
+        runs = find(or_none=bool(jobs.jobs))
         waiting = jobs.not_begun(runs)
         return sorted([*runs, *waiting], key=attrgetter("path.parts")) if waiting else runs, jobs
 
@@ -83,9 +73,8 @@ def ls(words: Sequence[str]) -> None:
     runs, jobs = look()
     newest_first = sorted(runs, key=lambda run: -run.began)
     shown = [{**run_content(run), **jobs.content(run)} for run in newest_first] if given["json"] else []
-    Output.of("ls", words, given).write(
-        {"count": len(runs), "runs": shown}, {"runs": "first"}, partial(lines_of, runs, jobs)
-    )
+    content = {"count": len(runs), "runs": shown}
+    Output.of("ls", words, given).write(content, {"runs": "first"}, partial(lines_of, runs, jobs))
 
 
 def runs_in(folder: Path, read: Collection[str] = SETTINGS, *, or_none: bool = False) -> list[FoundRun]:
@@ -147,8 +136,7 @@ def show_parser() -> CommandParser:
     metrics = "show only these metrics, one per line: full names or quoted patterns"
     parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
     parser.add("points", int, "with --json and --metrics: show N values of each, at equal distances", default=12)
-    add_output_options(parser)
-    return parser
+    return with_output_options(parser)
 
 
 def show(words: Sequence[str]) -> None:
@@ -236,16 +224,10 @@ def _metrics(run: FoundRun, patterns: Sequence[str]) -> Iterator[str]:
     """Yield a line per metric, by hook: number of points, first and last value; large families in one line."""
     values: dict[str, list[Any]] = {}
     try:
-        wanted = run.matching(patterns)
-        family_sizes = Counter("/".join(name.split("/")[:2]) for name in wanted)
-        large_families = {
-            family: f"in {count:,} metrics"
-            for family, count in family_sizes.items()
-            if count > LARGEST_FAMILY and not patterns
-        }
-        rows = {
-            name: family if (family := "/".join(name.split("/")[:2])) in large_families else name for name in wanted
-        }
+        families = {name: "/".join(name.split("/")[:2]) for name in run.matching(patterns)}
+        sizes = Counter(() if patterns else families.values())
+        large = {family: f"in {count:,} metrics" for family, count in sizes.items() if count > LARGEST_FAMILY}
+        rows = {name: family if family in large else name for name, family in families.items()}
         for *_, name, value in run.points:
             if name in rows:
                 values.setdefault(rows[name], []).append(value)
@@ -253,9 +235,9 @@ def _metrics(run: FoundRun, patterns: Sequence[str]) -> Iterator[str]:
         require(not patterns, str(error))
         yield f"  metrics      {error}"
         return
-    yield f"  metrics      {len(wanted):,}; number of points, first and last value of each:"
+    yield f"  metrics      {len(families):,}; number of points, first and last value of each:"
     hooks = list(dict.fromkeys([EVALUATED_BY, *(name.partition("/")[0] for name in values)]))
     longest = max(map(len, values), default=0) + len("/**")
     for name in sorted(values, key=lambda name: hooks.index(name.partition("/")[0])):
-        ends = large_families.get(name, " → ".join(map(value_text, (values[name][0], values[name][-1]))))
-        yield f"    {f'{name}/**' if name in large_families else name:{longest}} {len(values[name]):>7,}  {ends}"
+        ends = large.get(name, " → ".join(map(value_text, (values[name][0], values[name][-1]))))
+        yield f"    {f'{name}/**' if name in large else name:{longest}} {len(values[name]):>7,}  {ends}"

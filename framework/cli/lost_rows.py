@@ -11,8 +11,6 @@ from ..runs import INCOMPLETE
 def require_all_rows(summaries: Sequence[Mapping[str, Any]]) -> None:
     """Raise :class:`LoopscopeError`, after which the command ends with status 1, if sinks have lost rows."""
     incomplete = [summary for summary in summaries if summary["status"] == INCOMPLETE]
-    texts = [
-        f"{summary['strategy']}: the training is complete, but {lost_rows_text(summary)}." for summary in incomplete
-    ]
+    texts = [f"{run['strategy']}: the training is complete, but {lost_rows_text(run)}." for run in incomplete]
     if texts:
         raise LoopscopeError(" ".join(texts))

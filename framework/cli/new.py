@@ -16,7 +16,7 @@ from ..errors import UsageError, require, unknown
 from ..hooks import ExperimentRegistry, HookRegistry
 from ..hooks.selection import KEYWORDS
 from ..optional_packages import install_command
-from .parser import CommandParser, write_line
+from .parser import CommandParser, write_lines
 
 TEMPLATES = Path(__file__).with_name("templates")
 RUNS = {  # the printed command: it takes seconds and writes into a separate folder
@@ -41,11 +41,8 @@ def new_parser() -> CommandParser:
         "are never overwritten.",
     )
     parser.add_argument("KIND", nargs="*", help="hook or experiment, followed by NAME")
-    parser.add_argument(
-        "--intervention",
-        action="store_true",
-        help="write a hook that may change the training state, which is then rolled back",
-    )
+    intervention = "write a hook that may change the training state, which is then rolled back"
+    parser.add_argument("--intervention", action="store_true", help=intervention)
     parser.add("output_dir", Path, "the folder to write into (default: the current folder)", metavar="DIR")
     return parser
 
@@ -68,10 +65,11 @@ def new(words: Sequence[str]) -> None:
     _write({path: Template(text).substitute(fields) for path, text in zip(paths, texts, strict=True)})
     is_ours = Path(which("python") or "").parent == Path(sys.executable).parent
     python, script, test = (shlex.quote(str(part)) for part in ("python" if is_ours else sys.executable, *paths))
-    write_line(f"Wrote {paths[0]} and {paths[1]}. To run and test them:")
-    write_line(f"  {python} {script} run {RUNS[kind].format(name)}")
-    write_line(
-        f"  {python} -m pytest {test}" + ("" if find_spec("pytest") else f"  (after {install_command('pytest')})")
+    advice = "" if find_spec("pytest") else f"  (after {install_command('pytest')})"
+    write_lines(
+        f"Wrote {paths[0]} and {paths[1]}. To run and test them:",
+        f"  {python} {script} run {RUNS[kind].format(name)}",
+        f"  {python} -m pytest {test}{advice}",
     )
 
 
@@ -87,14 +85,10 @@ def _refuse(kind: str, name: str, paths: Sequence[Path]) -> None:
         raise UsageError(f"The name {name!r} is taken by another {kind}; {free!r} is free.")
     folder = paths[0].parent
     require(folder.is_dir() or not path_exists(folder), f"--output-dir is {str(folder)!r}, which is not a folder.")
-    for path in paths:
-        require(
-            not path_exists(path), f"{path} exists already; choose another name, or another folder with --output-dir."
-        )
-    if name in (*sys.stdlib_module_names, "conftest") or ((module := find_spec(name)) and module.origin):
-        raise UsageError(
-            f"The name is {name!r}, and {name}.py would hide the module of that name; choose another name."
-        )
+    present = next(filter(path_exists, paths), None)
+    require(present is None, f"{present} exists already; choose another name, or another folder with --output-dir.")
+    hides = name in (*sys.stdlib_module_names, "conftest") or ((module := find_spec(name)) and module.origin)
+    require(not hides, f"The name is {name!r}, and {name}.py would hide the module of that name; choose another name.")
 
 
 def _class_name(name: str, kind: str, text: str) -> str:

@@ -106,10 +106,8 @@ def parse_recorded(folder: Path) -> tuple[Experiment, Options]:
     """
     run = run_folders(folder, "resume")[0]
     record = RunRecord.read(run)
-    if not record.options:
-        raise UsageError(
-            f"{run} was not started by loopscope run; continue or repeat it with the program that started it."
-        )
+    remedy = "continue or repeat it with the program that started it"
+    require(bool(record.options), f"{run} was not started by loopscope run; {remedy}.")
     has_seeds = isinstance(record.options.get("seed"), list)  # then each seed has a separate folder
     here = {"output_dir": str(run.resolve().parents[1 + has_seeds]), "resume": True, "overwrite": False}
     alone = {"strategy": [record.strategy]} if folder in (run, run.parent if has_seeds else run) else {}

@@ -30,12 +30,13 @@ class ReportedError(LoopscopeError):
     """A result that ends a command with status 1, such as a difference, after the output has described it."""
 
 
-def add_output_options(parser: CommandParser, *, json_text: str = "write one JSON object") -> None:
-    """Add the options of a command that reads runs."""
+def with_output_options(parser: CommandParser, *, json_text: str = "write one JSON object") -> CommandParser:
+    """Add the options of a command that reads runs to its parser, and return it."""
     parser.add_argument("--json", action="store_true", help=json_text)
     limit = f"cut the output at N bytes (default: {MOST_BYTES:,}; text on a terminal is not cut)"
     parser.add("max_bytes", int | None, limit)
     parser.add_argument(ALL, action="store_true", help="cut nothing")
+    return parser
 
 
 @dataclass(frozen=True)
@@ -70,26 +71,19 @@ class Output:
         """The command that cuts nothing."""
         return shlex.join(["loopscope", *self.words, ALL])
 
-    def write(
-        self,
-        content: Mapping[str, Any],
-        cut: Mapping[str, Kept],
-        lines: Callable[[], Iterable[str]],
-        *,
-        kept_lines: Kept = "first",
-    ) -> None:
+    def write(self, content: Mapping[str, Any], cut: Mapping[str, Kept], lines: Callable[[], Iterable[str]]) -> None:
         """Write the content as JSON, or as lines of text.
 
         Args:
             content: plain values, without the version of the schema.
             cut: the lists and mappings that may be cut, the least important first, and which of their entries remain.
-            lines: returns the lines of the text.
-            kept_lines: which lines of the text remain; the first one always does.
+            lines: returns the lines of the text, of which the last ones remain if those of a list do; the first one
+                always does.
         """
         if self.is_json:
             sys.stdout.write(f"{encoded(self._bounded(content, cut))}\n")
         else:
-            self.write_lines([*lines()], kept_lines)
+            self.write_lines([*lines()], "last" if "last" in cut.values() else "first")
 
     def write_lines(self, lines: Sequence[str], kept: Kept = "first") -> None:
         """Write lines of text; beyond the limit only their number, and the command that shows them."""

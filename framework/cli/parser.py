@@ -34,9 +34,10 @@ def dashed(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def write_line(line: str) -> None:
-    """Write a line on standard output, with the control characters of plug-ins and files escaped."""
-    sys.stdout.write(f"{printable(line)}\n")
+def write_lines(*lines: str) -> None:
+    """Write lines on standard output, with the control characters of plug-ins and files escaped."""
+    for line in lines:
+        sys.stdout.write(f"{printable(line)}\n")
 
 
 def line_width() -> int:
@@ -115,15 +116,10 @@ def heading_of(options: type[Any]) -> str:
 class CommandParser(argparse.ArgumentParser):
     """The options of a command with their types, defaults and help; dashes and underscores are equivalent."""
 
-    def __init__(self, usage: str, description: str, *, add_help: bool = True) -> None:
-        super().__init__(
-            usage=f"loopscope {usage}",
-            description=description,
-            formatter_class=HelpFormatter,
-            allow_abbrev=False,  # otherwise a new option could change the meaning of an old command
-            exit_on_error=False,
-            add_help=add_help,
-        )
+    def __init__(self, usage: str, description: str, **settings: Any) -> None:
+        settings |= {"usage": f"loopscope {usage}", "formatter_class": HelpFormatter, "exit_on_error": False}
+        # With abbreviations, a new option could change the meaning of an old command.
+        super().__init__(description=description, allow_abbrev=False, **settings)
         self.command = usage.split()[0]
         # argparse takes -1 and -0.5 as values, but -1e-3 (before Python 3.14) and -inf as options.
         self._negative_number_matcher = re.compile(NEGATIVE_NUMBER)
@@ -214,9 +210,8 @@ class CommandParser(argparse.ArgumentParser):
             name = str(key).replace("-", "_")
             if name not in self.types:
                 hint = nearest(name, sorted(self.types))
-                raise UsageError(
-                    f"Unknown key {shortened(str(key))!r}{source}.{hint} The keys are the options in --help."
-                )
+                shown = f"{shortened(str(key))!r}{source}"
+                raise UsageError(f"Unknown key {shown}.{hint} The keys are the options in --help.")
             if name in converted:
                 raise UsageError(f"{key!r}{source} occurs twice, with dashes and with underscores; keep one of them.")
             option, annotation = f"{dashed(name)}{source}", self.types[name]

@@ -14,7 +14,7 @@ from ..errors import listed
 from ..optional_packages import require_package
 from ..report import LOSSES, Look, hook_panels, hook_picture, matcher, picture_of, read_runs, save_picture
 from ..runs import require
-from .parser import NAMES, CommandParser, dashed, write_line
+from .parser import NAMES, CommandParser, dashed, write_lines
 
 FORMATS = ("png", "svg", "pdf")
 LONGEST_STEM = 80
@@ -60,8 +60,7 @@ def plot(words: Sequence[str]) -> None:
     path = _path(picture.words, options, about[1])
     look = Look(given["smooth"], given["log_x"], log_y, unit, _size(given["size"]), given["title"])
     save_picture(picture, look, path, about)
-    for sentence in (*picture.sentences, f"Wrote {path}."):
-        write_line(sentence)
+    write_lines(*picture.sentences, f"Wrote {path}.")
 
 
 def _origin(options: Mapping[str, Any]) -> tuple[str, str]:

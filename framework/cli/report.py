@@ -11,7 +11,7 @@ from ..errors import counted
 from ..optional_packages import require_package
 from ..report import MARK, ShownRun, elided, page_of, read_shown, run_labels
 from ..runs import ATTACHED, require, run_folders
-from .parser import CommandParser, write_line
+from .parser import CommandParser, write_lines
 from .plot import is_free
 
 UNENDED = {"running": "still running", "killed": "killed, or ended without a summary", "damaged": "damaged"}
@@ -21,9 +21,8 @@ def report_parser() -> CommandParser:
     """Build the parser of ``loopscope report``."""
     parser = CommandParser("report RUN... [-o PAGE]", "Write an HTML page with curves and tables of runs.")
     parser.add_argument("RUN", nargs="*", help="the folder of a run, or of an experiment for all its strategies")
-    parser.add_argument(
-        "-o", "--out", metavar="PAGE", default="report.html", help="the file to write (default: report.html)"
-    )
+    page = "the file to write (default: report.html)"
+    parser.add_argument("-o", "--out", metavar="PAGE", default="report.html", help=page)
     parser.add_argument("--overwrite", action="store_true", help="overwrite an existing file at --out")
     parser.add("most_mib", int, "skip records larger than this many MiB", default=256)
     return parser
@@ -47,9 +46,8 @@ def report(words: Sequence[str]) -> None:
         shown.name = name
     page = page_of(runs, [sentence_of(shown) for shown in runs], title_of(labels, [*folders]))
     write_atomically(path, methodcaller("write", page))
-    for sentence in [problem for shown in runs for problem in shown.problems]:
-        write_line(sentence)
-    write_line(f"Wrote {path} ({len(page) / 1e6:.1f} MB); open it in a browser.")
+    write_lines(*(problem for shown in runs for problem in shown.problems))
+    write_lines(f"Wrote {path} ({len(page) / 1e6:.1f} MB); open it in a browser.")
 
 
 def title_of(labels: Sequence[str], folders: Sequence[Path]) -> str:

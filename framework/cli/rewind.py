@@ -1,6 +1,6 @@
 """The command ``loopscope rewind``: repeats some steps of a run bit for bit, with any hooks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -10,20 +10,11 @@ from ..console import Mode, watch
 from ..errors import listed, require
 from ..laboratory.questions import explain, explanation_lines, row_table, rows_by_step
 from ..report import inspect_run
-from ..runs import (
-    TRAINED,
-    ExperimentRunner,
-    Session,
-    StepRange,
-    read_alerts,
-    read_outcome,
-    run_folders,
-    warn_of_changes,
-)
+from ..runs import ExperimentRunner, Session, StepRange, read_alerts, read_last_step, run_folders, warn_of_changes
 from ..training import is_main_process
 from .options import without_dots
-from .output import Kept, Output, add_output_options
-from .parser import CommandParser, line_width, write_line
+from .output import Kept, Output, with_output_options
+from .parser import CommandParser, line_width, write_lines
 from .recorded_run import RecordedRun, add_hook_options, given_hooks
 from .user_errors import user_errors
 from .watched_run import WatchedRun
@@ -42,18 +33,13 @@ def rewind_parser() -> CommandParser:
     parser.add("step", int, "the first step, counted from 1")
     parser.add("until", int, "the last step (default: the first)")
     parser.add("from_start", bool, "start at step 0, so that hooks have seen all earlier steps", default=False)
-    parser.add(
-        "explain",
-        bool,
-        "report the first quantity that departs from its history in the steps up to N, and the cause",
-        default=False,
-    )
+    explain = "report the first quantity that departs from its history in the steps up to N, and the cause"
+    parser.add("explain", bool, explain, default=False)
     spike = "explain the step of the first alert in the record; alerts about spikes come first"
     parser.add("spike", bool, spike, default=False)
     add_hook_options(parser, "the original hooks")
     parser.add_argument("--traceback", action="store_true", help="show the full traceback of an error")
-    add_output_options(parser)
-    return parser
+    return with_output_options(parser)
 
 
 def rewind(words: Sequence[str]) -> None:
@@ -73,7 +59,7 @@ def rewind(words: Sequence[str]) -> None:
             require(not explains, "--explain and --spike start from checkpoints, which a watched run does not have.")
             stretch = StepRange(given["step"], given["until"] or given["step"], given["from_start"])
             path, steps = watched.rewind(stretch, hooks)
-            _report(path, stretch, 0, steps, None, output)
+            _report(path, stretch, 0, steps, {}, output)
             return
         run = RecordedRun.read(folder)
         if given["explain"] or given["spike"]:
@@ -94,22 +80,18 @@ def _train(session: Session, stretch: StepRange, runner: ExperimentRunner[Any], 
         return
     mode: Mode = "none" if output.is_json else "normal"
     path, since, compared = watch(session, mode, methodcaller("rewind", stretch), until=stretch.until)
-    _report(path, stretch, since, compared, runner.describe_row if ROWS_HOOK in session.options.hooks else None, output)
+    is_measured = ROWS_HOOK in session.options.hooks
+    rows = rows_by_step(inspect_run(path).points, ROWS_HOOK, runner.describe_row) if is_measured else {}
+    _report(path, stretch, since, compared, rows, output)
 
 
 def _report(
-    path: Path,
-    stretch: StepRange,
-    since: int,
-    compared: Sequence[int],
-    describe_row: Callable[[int], Any] | None,
-    output: Output,
+    path: Path, stretch: StepRange, since: int, compared: Sequence[int], rows: Mapping[int, Any], output: Output
 ) -> None:
     """Report the folder of a stretch, trained again after the step ``since``, and the steps at which it is identical.
 
-    With ``describe_row`` also the rows that the hook of rows has measured.
+    ``rows`` are those that the hook of rows has measured, by step.
     """
-    rows = {} if describe_row is None else rows_by_step(inspect_run(path).points, ROWS_HOOK, describe_row)
     steps = range(stretch.step, min(stretch.until, stretch.step + MOST_STEPS - 1) + 1)
     content = {
         "run": str(path.parent.parent),
@@ -126,25 +108,23 @@ def _report(
         return
     for step in steps:
         if step in rows:
-            write_line(f"Step {step:,}: the largest losses of {len(rows[step])} rows")
-            for line in row_table(rows[step], line_width()):
-                write_line(line)
-    write_line(f"Repeated the run from step {since:,}; metrics: {path}")
+            write_lines(f"Step {step:,}: the largest losses of {len(rows[step])} rows")
+            write_lines(*row_table(rows[step], line_width()))
+    write_lines(f"Repeated the run from step {since:,}; metrics: {path}")
     if compared:
-        write_line(f"The run is identical, bit for bit, at steps {listed([*compared], 9)}.")
+        write_lines(f"The run is identical, bit for bit, at steps {listed([*compared], 9)}.")
     else:
-        write_line("The run has no checkpoint or digest in these steps, so they could not be compared.")
+        write_lines("The run has no checkpoint or digest in these steps, so they could not be compared.")
 
 
 def _explain(run: RecordedRun, step: int, alert: Mapping[str, Any], output: Output) -> None:
     """Explain a step, or that of an alert, and print the explanation."""
     folder, treatments, describe_row = run.folder, [*run.record.treatments], run.runner.describe_row
     if alert and not output.is_json:
-        write_line(f"Step {step:,}: {alert['sentence']}")
+        write_lines(f"Step {step:,}: {alert['sentence']}")
 
     train_again = partial(run.train_again, is_silent=output.is_json)
-    outcome = read_outcome(folder)
-    last = None if outcome is None else outcome["steps"] + (outcome["status"] not in TRAINED)
+    last = read_last_step(folder)
     require(last is None or step <= last, f"--step is {step:,}, but the last step of the run in {folder} is {last}.")
     explanation = explain(train_again, folder, step, describe_row=describe_row, left_out=treatments, last=last)
     if output.is_json:
@@ -152,8 +132,7 @@ def _explain(run: RecordedRun, step: int, alert: Mapping[str, Any], output: Outp
         content |= {"alert": alert["sentence"]} if alert else {}
         output.write(content, {"branches": "first", "rows": "first"}, list)
     else:
-        for line in explanation_lines(explanation, line_width()):
-            write_line(line)
+        write_lines(*explanation_lines(explanation, line_width()))
 
 
 def _first_alert(folder: Path) -> dict[str, Any]:

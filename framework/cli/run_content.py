@@ -78,11 +78,8 @@ def shown_content(runs: Sequence[FoundRun], patterns: Sequence[str], points: int
     if run.summary:
         names = {"hook_errors": "hook", "sink_errors": "sink"}
         failed = {name: [error[kind] for error in run.summary.get(name, ())] for name, kind in names.items()}
-        content |= {
-            "hooks_left_out": [*run.summary.get("hooks_left_out", ())],
-            **failed,
-            "initial": run.summary["initial"],
-        }
+        content |= {"hooks_left_out": [*run.summary.get("hooks_left_out", ())], **failed}
+        content["initial"] = run.summary["initial"]
     with suppress(UsageError):
         content |= _metrics(run, [], points)
     return content
@@ -127,9 +124,8 @@ def diagnosis_of(run: FoundRun) -> Diagnosis | None:
         if run.summary:
             content = read_json(run.path / SUMMARY)
             if "not_checked" in content:
-                fields = checked_fields(
-                    content, {"findings": Sequence[Any], "not_checked": NotChecked}, run.path / SUMMARY
-                )
+                hints = {"findings": Sequence[Any], "not_checked": NotChecked}
+                fields = checked_fields(content, hints, run.path / SUMMARY)
                 reason, sentences = fields["not_checked"]["reason"], fields["not_checked"]["sentences"]
                 return replace(Diagnosis.of(fields["findings"]), missing=[*problems, *sentences], unchecked=reason)
         diagnosis = diagnose(read_history(run.path))

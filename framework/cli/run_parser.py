@@ -12,11 +12,8 @@ from ..runs import ExperimentRunner, RunFlags, field_names
 from .parser import NAMES, CommandParser, Option, field_options, heading_of
 
 Experiment = type[ExperimentRunner[Any]]
-METAVARS = {
-    **{"with_hooks": "GROUP", "budget": "SHARE", "device": "DEVICE", "guardian_device": "DEVICE"},
-    "output_dir": "DIR",
-    "on_options": "NAME=VALUE",
-}
+METAVARS = {"with_hooks": "GROUP", "budget": "SHARE", "output_dir": "DIR", "on_options": "NAME=VALUE"}
+METAVARS |= dict.fromkeys(("device", "guardian_device"), "DEVICE")
 COMMON, RARE = "Experiment and hooks", "Rare options"  # headings in the help
 
 

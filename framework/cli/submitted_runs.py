@@ -24,7 +24,7 @@ from ..sweeps import (
 )
 from .jobs import COMMAND_PREFIX, THREADS, status_line, task_of
 from .options import Options, read_config
-from .parser import ONE_OF_SEVERAL, write_line
+from .parser import ONE_OF_SEVERAL, write_lines
 
 LOGS = "submitit-jobs"
 """The folder of the jobs' output, within that of the experiment; no strategy has this name."""
@@ -57,8 +57,7 @@ def train_as_jobs(plans: Sequence[StrategyPlan], options: Options, mode: Mode, c
     ]
     if not wanted.is_local:
         records = submit(executor, jobs) if jobs else []
-        for text in submission_lines(records, running, len(plans) - len(planned), logs.parent):
-            write_line(text)
+        write_lines(*submission_lines(records, running, len(plans) - len(planned), logs.parent))
         return
     at_once = max(1, min(options["jobs"] or 1, len(jobs)))
     if jobs and THREADS not in os.environ:

@@ -15,7 +15,7 @@ from ..training import Parallel, is_main_process, is_restarted, torchrun_world_s
 from .jobs import train_in_parallel
 from .lost_rows import require_all_rows
 from .options import Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
-from .parser import CommandParser, dashed, write_line
+from .parser import CommandParser, dashed, write_lines
 from .run_parser import Experiment
 from .user_errors import user_errors
 
@@ -131,7 +131,7 @@ def replay(words: Sequence[str]) -> None:
     for folder in folders:
         warn_of_changes(folder)
     for send in sends:
-        write_line(send())
+        write_lines(send())
 
 
 def replay_sinks() -> dict[str, type[ReplaySink]]:

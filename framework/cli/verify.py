@@ -15,7 +15,7 @@ from ..errors import counted, listed, require, short_path
 from ..runs import ALL, DivergedError, RunFolder, Session, StepRange, changed_files, run_folders
 from ..training import is_main_process
 from .options import without_dots
-from .output import Output, ReportedError, add_output_options
+from .output import Output, ReportedError, with_output_options
 from .parser import CommandParser
 from .recorded_run import RecordedRun, add_hook_options, given_hooks
 from .user_errors import user_errors
@@ -29,14 +29,12 @@ def verify_parser() -> CommandParser:
         "Train a run again, and compare it bit for bit with its checkpoints and digests. The folder of the run is not "
         "changed. If the runs differ, report the step and the tensor of the first difference, and exit with status 1.",
     )
-    parser.add_argument(
-        "RUN", nargs="*", help="the folder of one run, OUTPUT/EXPERIMENT/STRATEGY, or OUTPUT/EXPERIMENT for all runs"
-    )
+    run = "the folder of one run, OUTPUT/EXPERIMENT/STRATEGY, or OUTPUT/EXPERIMENT for all runs"
+    parser.add_argument("RUN", nargs="*", help=run)
     parser.add("intervals", int, "train only N random intervals between two checkpoints (default: the whole run)")
     add_hook_options(parser, "only those that change the run")
     parser.add_argument("--traceback", action="store_true", help="show the full traceback of an error")
-    add_output_options(parser)
-    return parser
+    return with_output_options(parser)
 
 
 def verify(words: Sequence[str]) -> None:
@@ -58,8 +56,7 @@ def verify(words: Sequence[str]) -> None:
                 if watched is not None:
                     problem = "--intervals starts from checkpoints, which a watched run does not have; leave it out."
                     require(number is None, problem)
-                    row = {"run": str(folder), "name": folder.name, "identical": True}
-                    compared.append({**row, "steps": watched.verify(hooks)})
+                    compared.append(_identical(folder, folder.name, steps=watched.verify(hooks)))
                     continue
                 run = RecordedRun.read(folder)
                 session = replace(run.session(**hooks), make_sinks=list)
@@ -87,13 +84,15 @@ def _line(row: Mapping[str, Any]) -> str:
     return f"{row['name']}: identical bit for bit at {counted(len(row['steps']), 'step')}: {listed(row['steps'])}"
 
 
+def _identical(folder: Path, name: str, **steps: Any) -> dict[str, Any]:
+    return {"run": str(folder), "name": name, "identical": True, **steps}
+
+
 def _verify_whole(session: Session, folder: Path, *, is_shown: bool) -> list[dict[str, Any]]:
     """Train the whole run again; on a terminal with a progress bar."""
     has_bar = is_shown and is_main_process() and make_console().is_terminal
     compared = watch(session, "silent", Session.validate) if has_bar else session.validate()
-    return [
-        {"run": str(folder), "name": name, "identical": True, "steps": list(steps)} for name, steps in compared.items()
-    ]
+    return [_identical(folder, name, steps=list(steps)) for name, steps in compared.items()]
 
 
 def _verify_intervals(session: Session, folder: RunFolder, number: int) -> list[dict[str, Any]]:
@@ -108,6 +107,5 @@ def _verify_intervals(session: Session, folder: RunFolder, number: int) -> list[
     compared = []
     for interval in sorted(drawn, key=attrgetter("step")):
         session.rewind(interval, recorded=False)
-        row = {"run": str(folder.path), "name": folder.name, "identical": True}
-        compared.append({**row, "step": interval.step, "until": interval.until})
+        compared.append(_identical(folder.path, folder.name, step=interval.step, until=interval.until))
     return compared
