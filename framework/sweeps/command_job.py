@@ -50,22 +50,24 @@ class CommandJob:
         given = {**os.environ, **self.environment}
         variables = {name: value for name, value in given.items() if value is not None}
         requeue_signal = here._usr_sig()
-        requeue, stops, stopped_at = signal.getsignal(requeue_signal), list[int](), list[float]()
+        requeue, stops = signal.getsignal(requeue_signal), list[int]()
+        stopped_at: float | None = None
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            stops.append(number)
+
+        for number in (requeue_signal, signal.SIGTERM):  # before the command starts, so that no signal is missed
+            signal.signal(number, stop)
         with subprocess.Popen(self.words_again if is_again else self.words, env=variables) as process:
-
-            def stop(number: int, frame: FrameType | None) -> None:
-                stops.append(number)
-                stopped_at.append(time.monotonic())
-                process.terminate()
-
-            for number in (requeue_signal, signal.SIGTERM):
-                signal.signal(number, stop)
             try:
                 while process.poll() is None:
+                    if stops and stopped_at is None:
+                        process.terminate()
+                        stopped_at = time.monotonic()
+                    if stopped_at is not None and time.monotonic() > stopped_at + PATIENCE:
+                        process.kill()
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(INTERVAL)
-                    if stops and time.monotonic() > stopped_at[0] + PATIENCE:
-                        process.kill()
             finally:
                 process.kill()  # so that it never outlives the job
         if requeue_signal in stops and callable(requeue):

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ..checkpoints import Signals
@@ -60,6 +61,7 @@ class ProgramJob:
         is_again = noted_start(self.folder, here)
         if not (is_again and self._is_complete()):
             self._prepare(is_local=here.cluster == "local")
+            signal.signal(requeue_signal, _end_program)  # until the run handles it, and after that
             status = self._run(self.words_again if is_again else self.words)
             if status == 128 + requeue_signal and callable(requeue):
                 requeue(requeue_signal, None)
@@ -101,6 +103,11 @@ class ProgramJob:
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
         return 0
+
+
+def _end_program(number: int, frame: FrameType | None) -> None:
+    """End the program with the status of the signal, after which the job is requeued."""
+    raise SystemExit(128 + number)
 
 
 def noted_start(folder: Path, here: Any) -> bool:

@@ -46,6 +46,17 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         signal.signal(number, handler)
 
 
+def test_signals_before_the_run_requeue_the_job(job) -> None:
+    """A program that has not started its run, for example while torch is imported, is ended and requeued."""
+    received = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
+    early = job(0)
+    Path(early.program[0]).write_text("import signal\nsignal.raise_signal(signal.SIGUSR2)")
+    with pytest.raises(Exception, match="ended with status 140"):
+        early()
+    assert received == [signal.SIGUSR2]
+
+
 @pytest.mark.process
 def test_commands_end_before_their_job_is_requeued(job, tmp_path: Path) -> None:
     """The command gets SIGTERM, and the requeued job starts it again with the other words; variables are set."""
