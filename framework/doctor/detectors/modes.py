@@ -39,7 +39,8 @@ class EvalModeInTraining(Rule):
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the model was in eval mode at a checked step, or would be without ``scope.evaluate``."""
         curve = history.curve(f"{CHECKS}/model_in_eval")
-        if not curve.last > 0:
+        in_eval = curve.values > 0
+        if not in_eval.any():
             yield from super().detect(history)
             return
         layers = []
@@ -48,8 +49,8 @@ class EvalModeInTraining(Rule):
         if count := history.facts.get("batchnorms"):
             verb = "keeps its" if count == 1 else "keep their"
             layers.append(f"{counted(count, 'batch normalisation')} {verb} statistics")
-        step = curve.first_step_where(curve.values > 0) or 1
-        why = f"The model is in eval mode in its training steps{': ' + ' and '.join(layers) if layers else ''}."
+        step, some = curve.first_step_where(in_eval) or 1, "its" if in_eval.all() else "some of its"
+        why = f"The model is in eval mode in {some} training steps{': ' + ' and '.join(layers) if layers else ''}."
         remedy = "Call model.train() before the training and after each evaluation."
         evidence = Evidence(f"{CHECKS}/model_in_eval", 1, 0, "0")
         finding = self.finding("warning" if layers else "info", step, why, remedy, evidence)

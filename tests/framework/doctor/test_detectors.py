@@ -399,6 +399,15 @@ def test_eval_mode_explains_rates_of_batch_normalised_models(batchnorms: int, fi
     assert ids(history)[0] == first
 
 
+def test_eval_mode_in_some_steps_is_found() -> None:
+    """A loop that calls model.train() once in an epoch, and evaluates several times within it."""
+    history = with_losses([2.3, *[1.0] * 199], batchnorms=2)
+    history.add(101, {"training_checks/model_in_eval": Series([1, 5, 10, 51, 101], [0.0, 0.0, 1.0, 1.0, 0.0])})
+    (found,) = [item for item in diagnose(history).at_least("info") if item.id == "model-in-eval-mode"]
+    assert (found.step, found.severity) == (10, "warning")
+    assert "in some of its training steps" in found.why
+
+
 @pytest.mark.parametrize(("loss", "first"), [(2e7, "targets-not-normalised"), (2.0, "learning-rate-too-high")])
 def test_huge_targets_explain_rates_and_infinities(loss: float, first: str) -> None:
     history = with_losses([loss, loss**2, *[math.nan] * 5])
