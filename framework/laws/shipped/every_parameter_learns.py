@@ -46,6 +46,10 @@ class EveryParameterLearns(Law):
                     optimizer.step()
                 still = {name for name, item in parameters.items() if torch.equal(item, before[name])}
                 still -= {name for name in still if name not in learning and name not in without}
+                # Before a normalisation the gradient of a bias is 0 but for rounding, and may change nothing.
+                still -= {
+                    name for name in still if id(parameters[name]) in owned and weight_of(name) in learning - still
+                }
         elif rates:
             return not_checked("the learning rate is 0")
         if stray := _stray_leaves(trial):

@@ -45,8 +45,9 @@ class RowsDoNotMix(Law):
         if not all(map(torch.equal, before, again)):
             return not_checked("two equal passes differ")
         dimensions = [self._dimension(trial, output) for output in before]
-        if dimensions.count(None) == len(dimensions):
-            return not_checked("no output has one entry per row")
+        of_pairs = _of_pairs(trial, count, before, after)
+        if of_pairs.verdict == "broken" or dimensions.count(None) == len(dimensions):
+            return of_pairs
         for position, (dimension, one, other) in enumerate(zip(dimensions, before, after, strict=True)):
             if dimension is None:
                 continue
@@ -92,6 +93,29 @@ class RowsDoNotMix(Law):
             if output.ndim > dimension and output.shape[dimension] == rows.count:
                 return dimension
         return None
+
+
+def _of_pairs(trial: Trial, count: int, before: list[Tensor], after: list[Tensor]) -> Outcome:
+    """Compare tables with an entry for every pair of rows, such as similarities."""
+    tables = [item for item in zip(before, after, trial.output_noise, strict=True) if item[0].shape == (count, count)]
+    for one, other, noise in tables if trial.layout.is_certain else ():
+        if (size := _change_of_others(one, other)) > TIMES_NOISE * noise:
+            return broken(f"the outputs of pairs of other rows change by {size:.1e} with the input of row 0")
+    return holds() if tables else not_checked("no output has one entry per row")
+
+
+def _change_of_others(one: Tensor, other: Tensor) -> float:
+    """Return the largest change of a table of pairs outside of the pairs of row 0.
+
+    A softmax over rows or columns gives each of them another factor, and its logarithm another summand.
+    """
+    first, second = one[1:, 1:].double(), other[1:, 1:].double()
+    size = float((second - first).abs().max())
+    for change in (second - first, second / first):
+        spreads = (change.amax(dimension) - change.amin(dimension) for dimension in (0, 1))
+        if any(float(spread.max()) <= 1e-3 * float(change.abs().max()) for spread in spreads):
+            return 0.0
+    return size
 
 
 def _differs(one: Tensor, other: Tensor) -> Tensor:

@@ -355,6 +355,30 @@ def _square(model: nn.Module, batch: Batch) -> Tensor:
     return F.mse_loss(model(batch["x"])[:, 0], batch["x"].sum(1))
 
 
+class Similar(nn.Module):
+    """Similarities of the rows of two views, whose features are normalised within a row or within the batch."""
+
+    def __init__(self, dimension: int, *, is_softmax: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, 8), nn.Linear(FEATURES, 8)
+        self.dimension, self.is_softmax = dimension, is_softmax
+
+    def forward(self, x: Tensor) -> Tensor:
+        views = self.first(x), self.second(x.flip(1))
+        one, other = (F.normalize(view, dim=self.dimension) for view in views)
+        table = 10 * one @ other.T
+        return table.log_softmax(1) if self.is_softmax else table
+
+
+def _own_row(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), torch.arange(ROWS))
+
+
+def _before_a_norm() -> nn.Module:
+    """Return a model with a bias whose gradient is 0 but for rounding, since a normalisation subtracts it."""
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+
 @dataclass(frozen=True)
 class Pair:
     """A training that breaks a law, and one that does not."""
@@ -408,6 +432,10 @@ PAIRS = [
     Pair("halves_make_a_whole", (Variational, _summed_bound), (Variational, _bound)),
     Pair("order_does_not_matter", (Scaled, _running_sum), (Scaled, _survival)),
     Pair("rows_do_not_mix", (lambda: Nodes(mixes=True), _pooled_nodes), (lambda: Nodes(mixes=False), _pooled_nodes)),
+    Pair("rows_do_not_mix", (lambda: Similar(0), _own_row), (lambda: Similar(1), _own_row)),
+    Pair("rows_do_not_mix", (lambda: Similar(0, is_softmax=True), _own_row),
+         (lambda: Similar(1, is_softmax=True), _own_row)),
+    Pair("every_parameter_learns", (lambda: Listed(is_module=False), _classified()), (_before_a_norm, _classified())),
     Pair("precision_is_enough", (partial(Waves, torch.bfloat16), _classified()),
          (partial(Waves, torch.float32), _classified())),
     Pair("precision_is_enough", (lambda: Summed(torch.float16), _classified()),
