@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ..observing import schedulers_of
-from .law import Outcome, holds, not_checked
+from .law import Outcome, broken, holds, not_checked
 
 FEW = 4
 """Updates that show how often a schedule is stepped."""
@@ -17,6 +17,8 @@ LEAST = 0.01 * (1 + 1e-9)
 """The part of the largest learning rate at which little is learned."""
 MOST_LOW = 0.2
 """The part of all updates that may have such a learning rate at the end of a schedule that lasts."""
+RISEN = 0.9
+"""The part of the learning rate that was set at which a warm-up counts as over."""
 MOST_UPDATES = 150
 """Updates within which the end of a schedule is awaited."""
 CYCLES = ("Restarts", "Cyclic", "OneCycle", "Plateau")
@@ -71,6 +73,20 @@ class _Course:
             f"{self.name}: from {first:.3g}, at most {most:.3g}, to {last:.3g} in {len(self.rates)} updates, the last"
         )
 
+    def warms_up(self) -> str:
+        """Return a sentence if the rate has only risen, and is still below the one that was set; else nothing."""
+        group = self.schedule.optimizer.param_groups[0]
+        given = max(float(group.get(name, 0.0)) for name in ("initial_lr", "max_lr"))
+        if any(part in self.name for part in ("Restarts", "Cyclic", "Plateau")) or len(self.rates) <= FEW:
+            return ""
+        is_rising = self.rates == sorted(self.rates) and self.rates[-1] > self.rates[0]
+        return (
+            f"the training has ended after {len(self.rates)} updates, while {self.name} still raises the learning rate "
+            f"to {given:.3g}, from {self.rates[0]:.3g} to {self.rates[-1]:.3g} so far"
+            if is_rising and self.rates[-1] < RISEN * given
+            else ""
+        )
+
     def ends_soon(self) -> bool:
         """Return whether the schedule may reach its end within the updates that are watched."""
         if not self.steps_per_update() or len(self.rates) >= MOST_UPDATES or self.problem():
@@ -108,6 +124,8 @@ class Schedules:
         known = [course for course in self._courses.values() if any(course.counts)]
         if not known:
             return not_checked("no schedule of an optimizer was stepped")
+        if sentence := next(filter(None, (course.warms_up() for course in known)), ""):
+            return broken(sentence)
         if any(sum(rate <= LEAST * max(one.rates) for rate in one.rates) > MOST_LOW * len(one.rates) for one in known):
             return not_checked("the learning rate was low in many updates")
         return holds("; ".join(map(_Course.summary, known)))

@@ -289,6 +289,7 @@ class WarmUpTooLong(ScheduleDetector):
 
     name = "warm-up-too-long"
     level = Threshold(0.2, "of the learning rate that was set; warm-ups of 5 to 10 % have ended by then")
+    level_at_end = Threshold(0.9, "of the learning rate that was set, once all planned steps are made")
     share = Threshold(0.5, "of the planned steps; without a plan, the end of the run")
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -299,7 +300,8 @@ class WarmUpTooLong(ScheduleDetector):
             return
         planned = history.planned_steps or 0
         is_late = history.step >= self.share * planned if planned else history.is_over
-        if is_late and not curve.last >= self.level * target:
+        level = self.level_at_end if 0 < planned <= history.step else self.level
+        if is_late and not curve.last >= level * target:
             yield self.finding(
                 # A run without a plan may be the start of a longer one, but OneCycleLR knows its number of steps.
                 "warning" if planned or len(known) > 1 else "info",
@@ -307,7 +309,7 @@ class WarmUpTooLong(ScheduleDetector):
                 f"The warm-up is longer than the training: after {history.step:,} steps the learning rate is "
                 f"{curve.last:.3g}, still rising, and {target:.3g} was set.",
                 "Use a warm-up of 1 to 10 % of the steps, and step its scheduler after every batch.",
-                Evidence(LR, curve.last, self.level * target, "the learning rate that was set, after the warm-up"),
+                Evidence(LR, curve.last, level * target, "the learning rate that was set, after the warm-up"),
             )
 
 

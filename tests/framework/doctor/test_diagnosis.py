@@ -536,6 +536,15 @@ def test_warm_ups_longer_than_training_are_found(rates: list[float], expected: b
     assert "warm-up-too-long" not in severities(history)
 
 
+@pytest.mark.parametrize(("planned", "is_found"), [(120, True), (240, False)])
+def test_warm_ups_rise_no_longer_at_the_planned_end(planned: int, is_found: bool) -> None:
+    """A warm-up that has reached a third of the rate halfway may end in time."""
+    history = History({"groups": [{"optimizer": "AdamW", "lr": 0.0, "initial_lr": 1.0}]})
+    history.add(120, {"training_metrics/lr": Series(list(range(1, 121)), [step / 360 for step in range(1, 121)])})
+    history.status, history.planned_steps = "completed", planned
+    assert ("warm-up-too-long" in severities(history)) is is_found
+
+
 def test_spikes_that_have_recovered_are_remarks() -> None:
     alert = {"hook": "loss_spikes", "metric": "loss_rise", "step": 60, "value": 0.4, "limit": 0.25}
     for last, severity in ((0.5, "info"), (2.0, "warning")):

@@ -108,6 +108,14 @@ def test_schedules_of_whole_trainings_last() -> None:
     assert Schedules().outcome().verdict == "not checked"
 
 
+@pytest.mark.parametrize(("warm_up", "verdict"), [(100, "broken"), (40, "holds"), (10, "holds")])
+def test_warm_ups_end_before_the_training(warm_up: int, verdict: str) -> None:
+    def rate(step: int) -> float:
+        return min(1.0, step / warm_up)
+
+    assert course(partial(lr_scheduler.LambdaLR, lr_lambda=rate), 40).outcome().verdict == verdict
+
+
 @pytest.mark.parametrize(("is_complete", "verdict"), [(False, "broken"), (True, "not checked")])
 def test_files_after_the_tries_count(is_complete: bool, verdict: str, tmp_path: Path) -> None:
     model, optimizer, schedule = trained()
