@@ -537,7 +537,7 @@ def test_warm_ups_longer_than_training_are_found(rates: list[float], expected: b
 
 
 @pytest.mark.parametrize(("planned", "is_found"), [(120, True), (240, False)])
-def test_warm_ups_rise_no_longer_at_the_planned_end(planned: int, is_found: bool) -> None:
+def test_warm_ups_end_by_the_planned_step(planned: int, is_found: bool) -> None:
     """A warm-up that has reached a third of the rate halfway may end in time."""
     history = History({"groups": [{"optimizer": "AdamW", "lr": 0.0, "initial_lr": 1.0}]})
     history.add(120, {"training_metrics/lr": Series(list(range(1, 121)), [step / 360 for step in range(1, 121)])})
