@@ -45,7 +45,7 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] * (name in SLOW_BENCHMARKS) + on_gpu * (name == "gpu")
 
 
-@pytest.mark.slow_rows("sizes", "record", "groups", "rewinds")
+@pytest.mark.slow_rows("sizes", "record", "groups", "rewinds", "fire", "sinks")
 @pytest.mark.process
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in BENCHMARKS if name != "memory"])
 def test_every_benchmark_yields_rows_of_finite_numbers(name):

@@ -147,6 +147,7 @@ def test_pairs_and_all_hooks_together_meet_every_case():
 
 
 @pytest.mark.longer
+@pytest.mark.some_rows(2)
 @pytest.mark.guarantee("observers-change-nothing")
 @every_length
 @every_hook_and_case(QUIET)

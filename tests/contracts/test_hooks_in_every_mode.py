@@ -134,6 +134,7 @@ def test_run_with_a_hook_has_equal_bytes(mode: str, loop: str, name: str) -> Non
         assert not differences(before, after)
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.compile
 @every_mode_and_loop(COMMITTING)
 def test_a_committing_hook_leaves_the_weights_finite(mode: str, loop: str, name: str) -> None:

@@ -53,6 +53,6 @@ def test_quoted_messages_are_in_the_source(page: str) -> None:
     assert {quote for quote, share in shares.items() if share < SHARE} == set()
 
 
-@pytest.mark.longer
+@pytest.mark.slow
 def test_an_invented_message_is_noticed() -> None:
     assert covered("Hook 'norms' may never be used together with a red model; paint it blue first.") < SHARE

@@ -142,11 +142,9 @@ def run(code, folder):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow_rows("command line")
+@pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "entry", [pytest.param(entry, marks=slow_unless(entry in ("loop", "command line"))) for entry in SCRIPTS]
-)
+@pytest.mark.parametrize("entry", SCRIPTS)
 def test_entry_point_leaves_streams_unchanged(entry, tmp_path):
     run(SCRIPTS[entry], tmp_path)
 

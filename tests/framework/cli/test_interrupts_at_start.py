@@ -54,6 +54,7 @@ def when_started(command: list[str], output: Path) -> "subprocess.Popen[bytes]":
     return process
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize("seconds", MOMENTS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "sigterm"])
 @pytest.mark.parametrize("command", COMMANDS)

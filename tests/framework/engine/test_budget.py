@@ -196,6 +196,7 @@ def test_named_hooks_have_no_budget(clock: Clock) -> None:
     assert steps_of(named) == steps_of(fixed) == [*range(1, 401)]
 
 
+@pytest.mark.slow
 def test_loss_of_every_step_is_recorded(clock: Clock) -> None:
     """The loss is in the record at every step, with the bits of a run without a budget."""
     records = []

@@ -130,7 +130,7 @@ PLACES = [("model", 3), ("blocks", 1), ("function", 2), ("container", 1)]
 
 
 @pytest.mark.guarantee("every-training-mode")
-@pytest.mark.slow_rows("blocks-1", "container-1")
+@pytest.mark.slow_rows("blocks-1", "function-2", "container-1")
 @pytest.mark.parametrize(("place", "every"), PLACES)
 def test_taps_read_compiled_passes_and_keep_bits(tmp_path: Path, place: str, every: int) -> None:
     """Values equal those of taps in the eager pass; no graph breaks, and their number is that without hooks."""
@@ -147,7 +147,7 @@ def test_taps_read_compiled_passes_and_keep_bits(tmp_path: Path, place: str, eve
         torch.testing.assert_close(values, eager.values[name])
 
 
-@pytest.mark.some_rows(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["model", "blocks"])
 def test_recomputation_of_compiled_blocks_counts_once(tmp_path: Path, place: str) -> None:
     """Within a graph the compiler does not repeat the taps; a block that is a graph runs again in the backward pass."""

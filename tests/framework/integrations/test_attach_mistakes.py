@@ -257,6 +257,7 @@ def test_update_observers_need_only_attach(tmp_path, capsys):
     assert json.loads((tmp_path / "summary.json").read_text())["hooks_left_out"] == {}
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.compile
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
 @pytest.mark.parametrize("hooks", [["observers"], ["all"]], ids=["observers", "interventions"])

@@ -326,6 +326,7 @@ def test_answer_is_above_the_fold(page: Page, diagnosed: Path) -> None:
     assert not page.get("['#log-x', '#find'].some(name => document.querySelector(name).checkVisibility())")
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_page_does_not_scroll_sideways(width: int, page: Page, diagnosed: Path) -> None:
     page.resize(width)
@@ -336,7 +337,8 @@ def test_page_does_not_scroll_sideways(width: int, page: Page, diagnosed: Path) 
     assert page.get("[...document.querySelectorAll('.plot')].every(one => one.clientWidth <= innerWidth)")
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.some_rows(2)
+@pytest.mark.parametrize("theme", ["dark", "light"])
 def test_page_follows_the_theme_with_contrast(theme: str, page: Page, diagnosed: Path) -> None:
     """Every text has a contrast of at least 4.5 in both themes."""
     page.resize(1440, theme=theme)
@@ -381,6 +383,7 @@ def test_keyboard_reaches_findings_and_their_charts(page: Page, diagnosed: Path)
     page.tab_to("one.closest('.wide')")
 
 
+@pytest.mark.slow
 def test_layout_does_not_shift(page: Page, diagnosed: Path) -> None:
     observe = (
         "window.shift = 0; new PerformanceObserver(list => list.getEntries().forEach(one => { shift += one.value; }))"

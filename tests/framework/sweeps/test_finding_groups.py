@@ -30,6 +30,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return Diagnosis([finding, finding] if is_affected else [])
 
     monkeypatch.setattr(doctor, "_diagnosed", diagnosed)
+    monkeypatch.setenv("COLUMNS", "200")
     return tmp_path
 
 

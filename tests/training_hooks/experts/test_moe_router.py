@@ -111,6 +111,7 @@ def test_deepseek_has_sigmoid_scores_and_chosen_experts():
     assert found[f"load/{router.name}/0"] == 4.0  # every token chooses it
 
 
+@pytest.mark.some_rows(3)
 @pytest.mark.trainer
 @pytest.mark.parametrize("name", MODELS)
 def test_planted_collapse_is_found(name):

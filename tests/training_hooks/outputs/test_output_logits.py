@@ -250,6 +250,7 @@ def test_powers_of_two_are_safe(power):
     assert maxima[1] == logits.double().abs().max()
 
 
+@pytest.mark.some_rows(2)
 @pytest.mark.parametrize(("scale", "rows"), [(2, 200), (2, 4), (30, 4), (30, 1), (8, 16)])
 def test_calibrated_predictions_have_the_error_of_calibration_noise(scale, rows):
     """Over draws of correct answers with the stated confidences, the mean calibration error is the noise.
