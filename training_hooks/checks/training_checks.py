@@ -38,6 +38,8 @@ LAST_URGENT = 3
 EVERY_STEP_METRICS = frozenset({"loss", "grad_norm", "lr"})
 ROWS_UNTIL = 200
 """The last step at which the rows of every step are remembered; later only those of checked steps."""
+MOST_INPUTS = 3
+"""Tensors that the first layer gets in a step, such as those of triplets; more are those of an episode."""
 Numbers = dict[str, float]
 
 
@@ -223,7 +225,9 @@ class TrainingChecks(TrainingHook):
             | High: the data set or the collation repeats rows.
         same_batch_count | batches in a row, of those that are known, with the same rows in the same order as the one
             before, in other tensors | 0, 1, 2, …
-            | Growing: every step gets the same batch. Loops that give the same tensors on purpose do not count.
+            | Growing: every step gets the same batch. Loops that give the same tensors on purpose do not count. The
+            last three metrics are not reported for losses of more than three passes, as of the actions of an episode: only
+            the batch of the first is known.
         single_class_batch_fraction | share of the checked batches so far with one class only | [0, 1]
             | Near 1: the data is sorted by class and not shuffled.
         model_in_eval | 1 if the model is in eval mode, else 0 | {0, 1} | 1: call model.train() before the training.
@@ -436,6 +440,8 @@ class TrainingChecks(TrainingHook):
         repeats = self._rows.add(parts, epoch)
         if epoch is None and self._step > ROWS_UNTIL:  # a pass over the data may have ended between the checks
             repeats.pop("repeated_row_fraction", None)
+        if any(one.input_count > MOST_INPUTS for one in passes):
+            repeats = {}
         metrics = input_facts(parts) | targets | end_facts(parts) | repeats
         if "target_class_count" in targets:
             self._batches += 1

@@ -92,6 +92,8 @@ class BackwardPass(NamedTuple):
     """Number of those in which positions see later ones: without a mask, or with one of padding only."""
     is_float16: bool = False
     """Whether a tensor on the path is float16, as under autocast."""
+    input_count: int = 0
+    """Number of tensors that the first layer gets: several if the loss joins several passes of a model."""
     leftover_gradients: tuple[str, ...] = ()
     """Names of parameters with a non-zero gradient before the first backward pass of the step; of later micro-batches
     none."""

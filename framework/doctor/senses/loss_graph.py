@@ -22,6 +22,7 @@ from .autograd_nodes import (
 )
 from .backward_passes import BackwardPass
 from .divergences import divergence_facts, information, variation
+from .policy_graph import count_inputs
 
 MOST_NODES = 12
 """Length of the path."""
@@ -604,7 +605,7 @@ def _has_matrix(node: Any) -> bool:
 def _model_facts(root: Any, path: list[Any], names: list[str]) -> dict[str, Any]:
     """Return the number of attention operations over as many queries as keys, of those that look ahead, whether an
     embedding reads the targets of the loss themselves, whether inputs are normalised, and whether a softmax runs over
-    the rows.
+    the rows, and how many tensors the first layer gets.
     """
     targets, nodes = _saved_targets(path, names), [*all_nodes(root)]
     found = [looks_ahead for node in nodes if (looks_ahead := _looks_ahead(node)) is not None]
@@ -613,6 +614,7 @@ def _model_facts(root: Any, path: list[Any], names: list[str]) -> dict[str, Any]
         "normalises_inputs": any(map(_normalises_inputs, nodes)),
         "attention_count": len(found),
         "look_ahead_count": found.count(True),
+        "input_count": count_inputs(nodes),
         "reads_targets": targets is not None
         and any(_reads(node, targets) for node in nodes if operation_of(node) == "Embedding"),
         "is_normalised_over_rows": _is_normalised_over_rows(path, names)

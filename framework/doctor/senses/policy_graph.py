@@ -6,13 +6,13 @@ ratios, advantages, masks, logits and targets. They are read without a further p
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .autograd_nodes import VIEWS, inputs_of, is_number, operation_of, output_of, saved_value
+from .autograd_nodes import VIEWS, inputs_of, is_number, operation_of, output_of, saved_value, without_views
 
 MOST_NODES = 512
 """Nodes visited in the search for terms."""
@@ -32,6 +32,11 @@ PICKS = frozenset({"Gather", "Index", "Take", "TakeAlongDim", "Select", "IndexSe
 """Operations that choose the action that was taken."""
 LAYERS = {"Addmm": ("mat1", 1), "Mm": ("self", 0), "Convolution": ("input", 0)}
 """Layers with the argument that is their input, and its place among the arguments."""
+
+FIRST_LAYERS = {"Embedding": "indices", "Mv": "vec", "Addmv": "vec"} | {
+    name: item for name, (item, _) in LAYERS.items()
+}
+"""Layers with the argument that is their input."""
 
 
 class LogProbs(NamedTuple):
@@ -523,6 +528,22 @@ def _observations(node: Any) -> Tensor | None:
         if node is None:
             return None
     return None
+
+
+def count_inputs(nodes: Iterable[Any]) -> int:
+    """Return how many tensors a layer without inputs with gradients gets at most; views of one tensor count once."""
+    found: dict[Any, set[int]] = {}
+    for node in nodes:
+        argument = FIRST_LAYERS.get(operation_of(node))
+        values = None if argument is None else saved_value(node, argument)
+        if type(values) is Tensor and all(map(_is_parameter, inputs_of(node))):
+            weights = frozenset(map(without_views, inputs_of(node)))
+            found.setdefault(weights, set()).add(values.untyped_storage().data_ptr())
+    return max(map(len, found.values()), default=0)
+
+
+def _is_parameter(node: Any) -> bool:
+    return operation_of(without_views(node)).endswith("AccumulateGrad")
 
 
 def _without_views(node: Any) -> Any:

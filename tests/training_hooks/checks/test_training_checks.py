@@ -241,6 +241,22 @@ def test_repeated_data_and_single_classes_are_reported(tmp_path: Path) -> None:
     assert (found[3]["target_top"], found[3]["target_top_fraction"]) == (1, 1)
 
 
+@pytest.mark.parametrize("rows", [(6,), (1, 6)])
+@pytest.mark.parametrize("passes", [1, 6])
+def test_episodes_may_start_with_equal_observations(tmp_path: Path, rows: tuple[int, ...], passes: int) -> None:
+    """Of several passes in a step the checks know the first; the same single pass at every step is a mistake."""
+    model = nn.Sequential(nn.Linear(6, CLASSES))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with loopscope.attach(model, optimizer, hooks=[TrainingChecks()], out=tmp_path, display="none", sinks=["jsonl"]):
+        for _ in range(3):
+            observations = [torch.zeros(rows), *(torch.randn(rows) for _ in range(passes - 1))]
+            torch.stack([model(item).log_softmax(-1).max() for item in observations]).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name in ("same_batch_count", "duplicate_row_fraction"):
+        assert (name in read(tmp_path)[3]) is (passes == 1)
+
+
 def test_modules_in_eval_mode_are_counted(tmp_path: Path) -> None:
     metrics = run(tmp_path, prepare=lambda model: model.dropout.eval())[1]
     assert (metrics["eval_mode_count"], metrics["model_in_eval"]) == (1, 0)
