@@ -226,8 +226,8 @@ class TrainingChecks(TrainingHook):
         same_batch_count | batches in a row, of those that are known, with the same rows in the same order as the one
             before, in other tensors | 0, 1, 2, …
             | Growing: every step gets the same batch. Loops that give the same tensors on purpose do not count. The
-            last three metrics are not reported for losses of more than three passes, as of the actions of an episode: only
-            the batch of the first is known.
+            last three metrics are not reported for losses of more than three passes, as of the actions of an episode:
+            only the batch of the first is known.
         single_class_batch_fraction | share of the checked batches so far with one class only | [0, 1]
             | Near 1: the data is sorted by class and not shuffled.
         model_in_eval | 1 if the model is in eval mode, else 0 | {0, 1} | 1: call model.train() before the training.

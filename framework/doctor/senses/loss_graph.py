@@ -119,7 +119,7 @@ def describe_loss(loss: Tensor, *, is_scaled: bool = False) -> BackwardPass:
         **_target_sum(nodes, names),
         **divergence_facts(nodes, names),
         is_doubly_normalised=_gets_output_of(names, NORMALISED),
-        lacks_log_softmax=_lacks_log_softmax(nodes, names),
+        lacks_log_softmax=_lacks_log_softmax(nodes, names) or _has_divergence_of_probabilities(root),
         is_modified=_has_other_terms(nodes, names) or _has_scaled_logits(nodes, names),
         is_rectified=_gets_output_of(names, RECTIFIED),
         compares_outputs=_compares_outputs(nodes, names),
@@ -425,8 +425,6 @@ def _gets_output_of(names: list[str], operations: Mapping[str, frozenset[str]]) 
 
 def _lacks_log_softmax(nodes: list[Any], names: list[str]) -> bool:
     """Return whether a loss that takes log-probabilities gets the output of a layer, or probabilities."""
-    if _is_divergence_of_probabilities(names):
-        return True
     position = next((index for index, name in enumerate(names) if name in LIKELIHOODS), len(names))
     node = next((node for node in nodes[position + 1 :] if operation_of(node) not in VIEWS), None)
     if node is None:
@@ -436,11 +434,13 @@ def _lacks_log_softmax(nodes: list[Any], names: list[str]) -> bool:
     return any(operation_of(term) in NOT_LOGARITHMS for term in terms)
 
 
-def _is_divergence_of_probabilities(names: list[str]) -> bool:
-    """Return whether ``kl_div``, which is t·log(t) − t·x, gets the probabilities of a softmax as x."""
-    remaining = [name for name in names if name not in VIEWS]
-    forms = {(reduction, "Sub", "Mul", "Softmax") for reduction in ("Sum", "Mean")}
-    return any(tuple(remaining[place : place + 4]) in forms for place in range(len(remaining)))
+def _has_divergence_of_probabilities(root: Any) -> bool:
+    """Return whether a term is ``kl_div``, which is t·log(t) − t·x, with the probabilities of a softmax as x."""
+    for term in _visited(root) if root is not None else ():
+        names = [name for name in map(operation_of, path_of(term)) if name not in VIEWS]
+        if names[:1] in (["Sum"], ["Mean"]) and names[1:4] == ["Sub", "Mul", "Softmax"]:
+            return True
+    return False
 
 
 def _has_other_terms(nodes: list[Any], names: list[str]) -> bool:

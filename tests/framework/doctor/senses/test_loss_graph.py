@@ -538,6 +538,16 @@ def test_divergence_of_probabilities_lacks_their_logarithm() -> None:
     assert not describe_loss(4 * F.kl_div(logits().log_softmax(1), soft, reduction="batchmean")).lacks_log_softmax
 
 
+@pytest.mark.parametrize("hard", [cross_entropy, lambda: (logits() - 1).square().mean()])
+def test_divergence_of_probabilities_is_found_among_terms(hard: Callable[[], Tensor]) -> None:
+    """As in distillation, where the other term is a loss of the classes."""
+    soft = torch.full((ROWS, CLASSES), 1 / CLASSES)
+    assert describe_loss(hard() / 2 + 4 * F.kl_div(logits().softmax(1), soft, reduction="sum")).lacks_log_softmax
+    assert not describe_loss(
+        hard() / 2 + 4 * F.kl_div(logits().log_softmax(1), soft, reduction="sum")
+    ).lacks_log_softmax
+
+
 def test_weight_after_division_by_rows_is_no_sum() -> None:
     found = describe_loss(10 * (F.mse_loss(OUTPUTS * 2, NUMBERS, reduction="sum") / 64))
     assert (found.reduction, found.divisor, found.divisions) == ("sum", pytest.approx(6.4), (64,))
