@@ -76,7 +76,7 @@ class EntropyBonusSign(Rule):
 
     The loss rises with the entropy of the policy, so that exploration is punished. Subtract the bonus from the loss.
 
-    Applies to: losses with the entropy of a categorical distribution
+    Applies to: losses with the entropy of a categorical or normal distribution
 
     Source: Mnih et al., arXiv 1602.01783, section 4
     """

@@ -92,6 +92,8 @@ class PolicyTerms:
     """Factors of zeros and ones."""
     weighted: list[Weighted] = field(default_factory=list)
     log_probs: list[LogProbs] = field(default_factory=list)
+    log_scales: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Scales whose logarithms the loss adds, with their signs: the entropy of a normal distribution, if it is one."""
     entropy_sign: int = 0
     """1 if the loss rises with the entropy of the policy, −1 if it falls."""
     divergence_signs: set[int] = field(default_factory=set)
@@ -133,6 +135,10 @@ def policy_terms(loss: Tensor) -> PolicyTerms:
             if place.node is not None and place.node not in seen and len(seen) < MOST_NODES and not terms.is_full:
                 seen.add(place.node)
                 waiting.append(place)
+    scales = {one.scale.data_ptr() for one in terms.log_probs if one.scale is not None}
+    signs = {sign for scale, sign in terms.log_scales if scale.data_ptr() in scales}
+    if not terms.entropy_sign and len(signs) == 1:
+        (terms.entropy_sign,) = signs
     return terms
 
 
@@ -158,6 +164,10 @@ def _visited(place: _Place, terms: PolicyTerms) -> Sequence[_Place]:
         if is_new and len(terms.log_probs) < MOST_PARTS:
             terms.log_probs.append(found)
         return ()
+    if name == "Log":
+        scale = _saved_tensor(node, "self")
+        if scale is not None and _has_plain_factors(place):
+            terms.log_scales.append((scale, place.sign))
     return _next(place, terms)
 
 
@@ -409,8 +419,13 @@ def _is_entropy(inputs: Sequence[Any]) -> bool:
 
 def _note_divergence(place: _Place, terms: PolicyTerms, sign: int) -> None:
     """Note whether the loss rises with a divergence, unless a factor other than numbers and masks multiplies it."""
-    if place.sign and all(one.numel() == 1 or _is_mask(one.detach()) for one in place.factors):
+    if _has_plain_factors(place):
         terms.divergence_signs.add(place.sign * sign)
+
+
+def _has_plain_factors(place: _Place) -> bool:
+    """Return whether the sign of a term is known, and only numbers and masks multiply it."""
+    return bool(place.sign) and all(one.numel() == 1 or _is_mask(one.detach()) for one in place.factors)
 
 
 def _is_squared_log_ratio(node: Any) -> bool:

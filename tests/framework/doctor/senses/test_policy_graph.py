@@ -6,7 +6,7 @@ import pytest
 import torch
 from loopscope.doctor.senses import Episodes, policy_terms, variables_with
 from torch import Tensor, nn
-from torch.distributions import Categorical, Normal
+from torch.distributions import Categorical, Independent, Normal, kl_divergence
 from torch.nn import functional as F
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -86,6 +86,24 @@ def test_clipped_ratios_values_and_entropy_are_found() -> None:
     assert regressed.observations is not None
     assert torch.equal(regressed.observations, STATES)
     assert not regressed.has_picked
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_sign_of_normal_entropy_is_found(sign: int) -> None:
+    """The scale is a parameter, as in PPO; a penalty of the scale of another distribution is no entropy."""
+    log_scale = torch.zeros(3, requires_grad=True)
+    chosen = Independent(Normal(ACTOR(STATES), log_scale.exp()), 1)
+    ratio = (chosen.log_prob(STATES[:, :3]) - OLD).exp()
+    policy_loss = -torch.min(ratio * ADVANTAGES, ratio.clamp(0.8, 1.2) * ADVANTAGES).mean()
+    assert policy_terms(policy_loss + sign * 0.02 * chosen.entropy().mean()).entropy_sign == sign
+    other = Normal(ACTOR(STATES), log_scale.exp() + 1)
+    assert policy_terms(policy_loss + sign * other.entropy().mean()).entropy_sign == 0
+    assert (
+        policy_terms(
+            policy_loss + kl_divergence(chosen, Independent(Normal(STATES[:, :3], 1.0), 1)).mean()
+        ).entropy_sign
+        == 0
+    )
 
 
 def test_masks_and_reference_of_completions_are_found() -> None:
