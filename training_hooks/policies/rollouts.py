@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 MOST_NUMBERS = 2**16
 """Numbers of a variable that is read."""
+LEAST_STEPS = 5
+"""Steps of a rollout; those of A2C have 5 to 20, of several environments."""
 LEAST_ROWS = 16
 """Different steps within episodes from which a recursion is known."""
 LEAST_ENDS = 3
@@ -127,15 +129,20 @@ def _different(rows: Tensor) -> int:
 def _series(variables: Iterable[tuple[str, Any]]) -> Iterator[Rollout]:
     """Yield the variables, and the attributes and entries of them, that hold a rollout."""
     seen: set[int] = set()
+    for name, item in with_attributes(variables):
+        if id(item) in seen:
+            continue
+        kinds = [kind for kind, pattern in NAMES.items() if pattern.fullmatch(name)]
+        if len(kinds) == 1 and (numbers := _numbers(item)) is not None:
+            seen.add(id(item))
+            yield Rollout(kinds[0], numbers)
+
+
+def with_attributes(variables: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of variables, and of the attributes and entries of each."""
     for name, value in variables:
         inner = value if type(value) is dict else _attributes(value)
-        for inner_name, item in [(name, value), *inner.items()]:
-            if not isinstance(inner_name, str) or id(item) in seen:
-                continue
-            kinds = [kind for kind, pattern in NAMES.items() if pattern.fullmatch(inner_name)]
-            if len(kinds) == 1 and (numbers := _numbers(item)) is not None:
-                seen.add(id(item))
-                yield Rollout(kinds[0], numbers)
+        yield from ((key, item) for key, item in [(name, value), *inner.items()] if isinstance(key, str))
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
@@ -155,7 +162,7 @@ def _attributes(value: Any) -> Mapping[str, Any]:
 def _numbers(value: Any) -> Tensor | None:
     """Return a list, array or tensor of numbers, shape (steps, environments); ``None`` for other variables."""
     if isinstance(value, (list, tuple)):
-        if not LEAST_ROWS < len(value) <= MOST_NUMBERS:
+        if not LEAST_STEPS <= len(value) <= MOST_NUMBERS:
             return None
         if all(isinstance(item, (bool, int, float, np.number, np.bool_)) for item in value):
             numbers = torch.tensor([float(item) for item in value], dtype=torch.float64, device="cpu")
@@ -169,13 +176,13 @@ def _numbers(value: Any) -> Tensor | None:
             return None
     elif isinstance(value, (Tensor, np.ndarray)):
         whole = _numbers_of(value)
-        if whole is None or not whole.ndim or len(whole) <= LEAST_ROWS:
+        if whole is None or not whole.ndim or len(whole) < LEAST_STEPS:
             return None
         numbers = whole
     else:
         return None
     numbers = numbers.reshape(len(numbers), -1)
-    return numbers if numbers.numel() <= MOST_NUMBERS else None
+    return numbers if LEAST_ROWS < numbers.numel() <= MOST_NUMBERS else None
 
 
 def _numbers_of(value: Any) -> Tensor | None:

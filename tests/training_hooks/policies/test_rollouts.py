@@ -77,6 +77,20 @@ def test_returns_are_judged_in_all_forms(form: str, is_masked: bool) -> None:
         assert (measure == 1) is not is_masked
 
 
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("steps", [5, 16])
+def test_short_rollouts_of_environments_are_judged(steps: int, is_masked: bool) -> None:
+    """As in A2C, with a value after the last step, and the reward of CartPole."""
+    shape = (steps, 12)
+    ends = (torch.rand(shape, generator=GENERATOR) < 0.15).float()
+    following, returns = torch.randn(shape[1], generator=GENERATOR), torch.zeros(shape)
+    for step in reversed(range(steps)):
+        following = 1 + GAMMA * following * (1 - ends[step] if is_masked else 1)
+        returns[step] = following
+    rewards = [torch.ones(shape[1])] * steps
+    assert (found(rewards=rewards, returns=returns, dones=[*ends]) == 1) is not is_masked
+
+
 def test_episodes_of_few_states_are_unknown() -> None:
     """Periodic returns follow from the next ones by chance."""
     ends = (torch.arange(STEPS) % 3 == 2).float()
