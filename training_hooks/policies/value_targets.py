@@ -1,19 +1,24 @@
 """The targets from which values are learned, and the network that computes them."""
 
 import gc
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from weakref import ref
 
 import torch
-from loopscope.doctor.senses import EPISODES, PolicyTerms, Regressed
+from loopscope.doctor.senses import EPISODES, PolicyTerms, Regressed, variables_of_callers
 from loopscope.hooks import BackwardContext
 from torch import Tensor, nn
+
+from .rollouts import with_attributes
 
 Measures = dict[str, Tensor | float]
 LEAST_ROWS = 8
 """Rows at the ends of episodes from which their targets are compared."""
 MOST_ROWS = 64
+TARGET = re.compile(r"(.*_)?(target|tgt)(_?(q|v|qf|dqn|net|network|model|critic|values?|\d))*", re.IGNORECASE)
+"""Names of the networks that compute targets; the target policy of off-policy methods is the trained one."""
 MOST_PARAMETERS = 5_000_000
 """Parameters of a network whose target network is compared at every measurement."""
 
@@ -64,6 +69,8 @@ class ValueTargets:
         if self._twins is None:
             self._twins = [(names, ref(item)) for names in _parts(ctx.parameters) for item in _twins_of(ctx, names)]
         twins = [(names, item) for names, one in self._twins if (item := one()) is not None]
+        if _is_target_trained(ctx.parameters.values()):
+            return {"target_network_age": 0.0, "target_network_distance": 0.0}
         if not twins:
             return {}
         weights = [_joined(item.parameters()) for _, item in twins]
@@ -76,6 +83,18 @@ class ValueTargets:
             "target_network_age": float(ctx.step - self._changed_at),
             "target_network_distance": torch.stack(distances).min(),
         }
+
+
+def _is_target_trained(parameters: Iterable[Tensor]) -> bool:
+    """Return whether variables of the script, or attributes, hold the trained network, and it again as its target."""
+    trained = {*map(id, parameters)}
+    found: dict[bool, set[frozenset[int]]] = {False: set(), True: set()}
+    for name, value in with_attributes(variables_of_callers()):
+        if issubclass(type(value), nn.Module) and "_parameters" in vars(value):
+            weights = frozenset(map(id, value.parameters()))
+            if weights and weights <= trained:
+                found[TARGET.fullmatch(name) is not None].add(weights)
+    return bool(found[False] & found[True])
 
 
 def _joined(values: Iterable[Tensor]) -> Tensor:

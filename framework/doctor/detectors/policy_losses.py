@@ -128,8 +128,9 @@ class ReturnsThroughEnds(Rule):
     The recursion from the next step to this one, such as R = r + gamma * R, does not stop where an episode ends, so
     that actions get the rewards of the episodes after theirs. Multiply what follows by 1 - done.
 
-    Applies to: rollouts of 16 steps or more, with rewards, ends, and returns or advantages (and values, if they are
-    used) in variables of the script, or in attributes or entries of them, under usual names
+    Applies to: rollouts of 5 steps or more, at least 17 in all environments, with rewards, ends, and returns or
+    advantages (and values, if they are used) in variables of the script, or in attributes or entries of them, under
+    usual names
 
     Source: Sutton and Barto, Reinforcement Learning, section 3.3; Schulman et al., arXiv 1506.02438, equation 16
     """
@@ -209,9 +210,10 @@ class TargetNetworkStuck(Detector):
 
     The targets of values come from a network of the same shape. If it is never updated, they stay those of random
     weights; if it is updated at every step, it has no effect. Copy the weights every few hundred updates, or average
-    them with a small factor.
+    them with a small factor. A target that copy.copy has made shares the weights: use copy.deepcopy.
 
-    Applies to: DQN and other methods with target networks; networks up to 5 million parameters
+    Applies to: DQN and other methods with target networks; networks up to 5 million parameters, and targets that share
+    their weights, in variables or attributes of the script with target in their names
 
     Source: Mnih et al. (2015), Human-level control, algorithm 1; Lillicrap et al., arXiv 1509.02971, tau = 0.001
     """
@@ -235,7 +237,8 @@ class TargetNetworkStuck(Detector):
             "warning",
             ages.first_step,
             what,
-            "Copy the weights every few hundred updates, or average them: target = (1 - tau) * target + tau * online.",
+            "Create the target by copy.deepcopy, and copy the weights every few hundred updates, or average them: "
+            "target = (1 - tau) * target + tau * online.",
             Evidence(f"{HEALTH}/target_network_age", ages.last, self.updates, "1 to 250"),
             Evidence(f"{HEALTH}/target_network_distance", distances.last),
             confidence=0.8,

@@ -1,8 +1,10 @@
 """Measures of policies against formulas that are written out, and the hook in custom loops."""
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -192,6 +194,20 @@ def test_target_network_that_never_changes_is_found(tmp_path: Path) -> None:
     metrics = trained(tmp_path, loss)
     assert metrics["target_network_age"] == [1.0, 2.0, 3.0]
     assert metrics["target_network_distance"][-1] > 0
+
+
+@pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy])
+def test_target_network_that_shares_weights_is_found(tmp_path: Path, copies: Callable[[nn.Module], nn.Module]) -> None:
+    learner = SimpleNamespace(q=None, target_net=None)
+
+    def loss(agent: Agent) -> Tensor:
+        learner.q, learner.target_net = agent.actor, learner.target_net or copies(agent.actor)
+        with torch.no_grad():
+            targets = RETURNS + learner.target_net(STATES).max(1).values
+        return F.mse_loss(learner.q(STATES).gather(1, ACTIONS[:, None])[:, 0], targets)
+
+    distances = trained(tmp_path, loss).get("target_network_distance", [1.0])
+    assert (max(distances) == 0) is (copies is copy.copy)
 
 
 def test_passes_by_other_methods_are_measured(tmp_path: Path) -> None:
