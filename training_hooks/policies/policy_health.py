@@ -102,6 +102,9 @@ class PolicyHealth(TrainingHook):
             | Near 1: all completions of a group get the same reward.
         advantages_of_pairs | 1 if the advantages of N actions are a matrix of N × N pairs; reported only then | {1}
             | Returns of shape (N,) met values of shape (N, 1).
+        critic_in_policy_loss | 1 if the gradient of log-probabilities or ratios times returns − values reaches the
+            values, which a regression in the same loss learns; reported only then | {1}
+            | The advantages are not detached.
         length_correlation | correlation of the advantages with the lengths of the completions | [−1, 1]
             | Near 1 at all steps: the reward is the length.
         loss_sign | 1 if the loss rises with the log-probability of actions with a positive advantage, −1 if it falls;

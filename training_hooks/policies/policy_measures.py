@@ -25,6 +25,8 @@ def measures_of(terms: PolicyTerms) -> Measures:
         estimate, error = k3(_masked(terms.to_reference, mask))
         found |= {"kl": estimate, "kl_error": error, "kl_k1": -_logarithms(terms.to_reference, mask).mean()}
     found |= _advantage_measures(terms.weighted, mask)
+    if terms.is_critic_in_policy:
+        found["critic_in_policy_loss"] = 1.0
     if terms.entropy_sign:
         found["entropy_sign"] = terms.entropy_sign
     if len(terms.divergence_signs) == 1:

@@ -203,6 +203,33 @@ class AdvantagesOfPairs(Rule):
     confidence = 0.97
 
 
+class AdvantagesWithGradient(Rule):
+    """Finds advantages through which the loss of the policy trains the critic.
+
+    Symptom: The values of a critic diverge, or stay as they were
+
+    The policy's term is -(log_prob * (returns - values)), and its gradient reaches the values: it moves them by the
+    log-probabilities, away from the returns that the value loss teaches. Advantages must be constants.
+
+    Applies to: losses of log-probabilities or ratios times returns - values, with a squared or smooth value loss of the
+    same values
+
+    Source: Mnih et al., arXiv 1602.01783, algorithm S3: the policy's gradient is that of the actor's parameters only
+    """
+
+    name = "advantages-with-gradient"
+    stage = "set-up"
+    needs = ()
+    metric = f"{HEALTH}/critic_in_policy_loss"
+    severity = "critical"
+    why = (
+        "The advantages have a gradient: the loss of the policy also trains the critic, and moves its values away from "
+        "the returns."
+    )
+    remedy = "Detach them: advantages = returns - values.detach()."
+    confidence = 0.95
+
+
 class TargetNetworkStuck(Detector):
     """Finds a target network that is never updated, or always equals the online one.
 

@@ -102,6 +102,16 @@ class PolicyTerms:
     """Arguments of the log-sigmoid in a loss of preferences, such as that of DPO."""
     regressed: list[Regressed] = field(default_factory=list)
 
+    critics: set[Any] = field(default_factory=set)
+    """Nodes of values v with a gradient, in products of a log-probability or ratio and returns − v."""
+    learned: set[Any] = field(default_factory=set)
+    """Nodes of values that squared differences from constants learn."""
+
+    @property
+    def is_critic_in_policy(self) -> bool:
+        """Whether the gradient of the policy's term reaches values that a regression of the loss learns."""
+        return not self.critics.isdisjoint(self.learned)
+
     @property
     def is_full(self) -> bool:
         """Whether there are enough actions of an episode, so that further ones are left out."""
@@ -110,7 +120,8 @@ class PolicyTerms:
     @property
     def is_policy(self) -> bool:
         """Whether actions of a policy are in the loss."""
-        return self.ratios is not None or bool(self.weighted) or self.preferences is not None
+        has_actions = self.ratios is not None or bool(self.weighted) or self.preferences is not None
+        return has_actions or self.is_critic_in_policy
 
 
 @dataclass(frozen=True)
@@ -145,6 +156,7 @@ def policy_terms(loss: Tensor) -> PolicyTerms:
 def _visited(place: _Place, terms: PolicyTerms) -> Sequence[_Place]:
     """Note the term at a node, and return where the search continues."""
     node, name = place.node, operation_of(place.node)
+    _note_values(place, terms)
     if name in REGRESSIONS:
         terms.regressed += _regressed(node)
         return ()
@@ -164,11 +176,17 @@ def _visited(place: _Place, terms: PolicyTerms) -> Sequence[_Place]:
         if is_new and len(terms.log_probs) < MOST_PARTS:
             terms.log_probs.append(found)
         return ()
-    if name == "Log":
-        scale = _saved_tensor(node, "self")
-        if scale is not None and _has_plain_factors(place):
-            terms.log_scales.append((scale, place.sign))
     return _next(place, terms)
+
+
+def _note_values(place: _Place, terms: PolicyTerms) -> None:
+    """Note values that a term learns, and the scale of which it is the logarithm."""
+    name = operation_of(place.node)
+    if name in REGRESSIONS or name == "Pow":
+        terms.learned.update(_learned_values(place.node))
+    scale = _saved_tensor(place.node, "self") if name == "Log" else None
+    if scale is not None and _has_plain_factors(place):
+        terms.log_scales.append((scale, place.sign))
 
 
 def _next(place: _Place, terms: PolicyTerms) -> Sequence[_Place]:
@@ -200,6 +218,9 @@ def _after_factor(place: _Place, terms: PolicyTerms, name: str) -> Sequence[_Pla
         if _is_entropy(inputs):
             terms.entropy_sign = -place.sign  # Σ p·log p is minus the entropy
             return ()
+        for item, other in (inputs, inputs[::-1]):
+            if _is_of_action(item):
+                terms.critics.update(_subtracted(other))
         return [place.at(item, 0) for item in inputs]
     if name == "Div" and (len(inputs) < 2 or inputs[1] is None):
         return [place.at(inputs[0], _sign_of(saved_value(node, "other")))]
@@ -213,6 +234,31 @@ def _after_factor(place: _Place, terms: PolicyTerms, name: str) -> Sequence[_Pla
     if is_number(factor) or factor.numel() == 1:
         return [replace(place.at(following, _sign_of(factor)), factors=(*place.factors, factor))]
     return [replace(place.at(following), factors=(*place.factors, factor))]
+
+
+def _is_of_action(node: Any) -> bool:
+    """Return whether a node computes log-probabilities of constant actions, or their ratios to constant ones."""
+    while operation_of(node) in VIEWS | {"Neg", "Clamp"} and log_probs_at(node) is None:
+        node = inputs_of(node)[0]
+    if operation_of(node) == "Exp":
+        return (difference := _difference(node)) is not None and _first_log_probs(difference) is not None
+    return log_probs_at(node) is not None and not operation_of(node).startswith("NllLoss")
+
+
+def _subtracted(node: Any) -> list[Any]:
+    """Return the values v of a difference of a constant tensor and v, perhaps with the other sign or a view of it."""
+    while operation_of(node) in VIEWS | {"Neg"}:
+        node = inputs_of(node)[0]
+    values = inputs_of(node) if operation_of(node) == "Sub" else []
+    return [_without_views(values[0])] if len(values) == 1 else []
+
+
+def _learned_values(node: Any) -> list[Any]:
+    """Return the values that a regression or the square of a difference compares with constants."""
+    sources = inputs_of(node)
+    if len(sources) != 1:
+        return []
+    return _subtracted(sources[0]) if operation_of(node) == "Pow" else [_without_views(sources[0])]
 
 
 def _constant_factor(node: Any, name: str) -> Any:

@@ -53,6 +53,7 @@ FAULTS: dict[str, Course] = {
     "returns-through-ends": {"policy_health/returns_through_ends": [0.0] * 5 + [1.0] * (POINTS - 5)},
     "trained-reference": {"policy_health/reference_learns": line(1, 1)},
     "advantages-of-pairs": {"policy_health/advantages_of_pairs": line(1, 1)},
+    "advantages-with-gradient": {"policy_health/critic_in_policy_loss": line(1, 1)},
     "target-network-stuck": {
         "policy_health/target_network_age": line(1, 60),
         "policy_health/target_network_distance": line(0, 0),

@@ -106,6 +106,32 @@ def test_sign_of_normal_entropy_is_found(sign: int) -> None:
     )
 
 
+CRITIC_LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "squared": lambda values: (values - TARGETS).square().mean(),
+    "mse": lambda values: F.mse_loss(values, TARGETS),
+    "advantage": lambda values: (TARGETS - values).pow(2).mean(),
+}
+
+
+@pytest.mark.parametrize("name", CRITIC_LOSSES)
+@pytest.mark.parametrize("detaches", [False, True])
+def test_advantages_with_gradient_are_found(name: str, detaches: bool) -> None:
+    values = CRITIC(STATES).squeeze(-1)
+    advantages = TARGETS - (values.detach() if detaches else values)
+    for policy_loss in (-(policy().log_prob(ACTIONS) * advantages).mean(), -(advantages * ratios()).mean()):
+        terms = policy_terms(policy_loss + 0.5 * CRITIC_LOSSES[name](values))
+        assert terms.is_policy
+        assert terms.is_critic_in_policy is not detaches
+
+
+def test_learned_confidence_is_no_critic() -> None:
+    """The loss of a classifier that may abstain, with a cost of its confidence."""
+    confidence = CRITIC(STATES).sigmoid().squeeze(-1)
+    losses = F.cross_entropy(ACTOR(STATES), ACTIONS, reduction="none")
+    for rejected in (1 - confidence, torch.ones(ROWS) - confidence):
+        assert not policy_terms((losses * rejected).mean() + F.mse_loss(confidence, TARGETS)).is_policy
+
+
 def test_masks_and_reference_of_completions_are_found() -> None:
     """The loss of GRPO: two groups of tokens, a mask, and the divergence from a reference."""
     states = torch.randn(2, 5, 4, generator=GENERATOR)
