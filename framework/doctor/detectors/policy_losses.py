@@ -221,7 +221,6 @@ class AdvantagesWithGradient(Rule):
     stage = "set-up"
     needs = ()
     metric = f"{HEALTH}/critic_in_policy_loss"
-    severity = "critical"
     why = (
         "The advantages have a gradient: the loss of the policy also trains the critic, and moves its values away from "
         "the returns."
