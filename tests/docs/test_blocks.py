@@ -35,7 +35,6 @@ SLOW_PAGES = (
 @pytest.mark.parametrize(
     "page", [pytest.param(page, id=page.name, marks=slow_unless(page.name not in SLOW_PAGES)) for page in WITH_BLOCKS]
 )
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # when inductor is imported
 @own_process
 def test_every_block_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
