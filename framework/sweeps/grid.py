@@ -26,6 +26,9 @@ def points_of(words: Sequence[str]) -> list[dict[str, str]]:
         require(is_setting, f"--grid takes NAME=VALUE,VALUE or a range as in seed=0-4, but got {word!r}.")
         require(name not in values, f"--grid has {name} twice; give all its values in one word: {name}=VALUE,VALUE.")
         require(len(set(given)) == len(given), f"--grid {word} has a value twice; remove one of them.")
+        folders = {point_name({name: value}) for value in given}
+        problem = "has values that differ only in / and _, whose records would share a folder; rename one of them."
+        require(len(folders) == len(given), f"--grid {word} {problem}")
         values[name] = given
     count = math.prod(map(len, values.values()))
     require(count <= MOST_NUMBERS, f"--grid has {count:,} points; it must have at most {MOST_NUMBERS:,}.")

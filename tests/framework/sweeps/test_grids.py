@@ -52,6 +52,11 @@ def test_points_are_the_product_of_the_values() -> None:
         (["--lr=1"], "--grid takes NAME=VALUE,VALUE or a range as in seed=0-4, but got '--lr=1'."),
         (["lr=1", "lr=2"], "--grid has lr twice; give all its values in one word: lr=VALUE,VALUE."),
         (["lr=1,2,1"], "--grid lr=1,2,1 has a value twice; remove one of them."),
+        (
+            ["data=a/b,a_b"],
+            "--grid data=a/b,a_b has values that differ only in / and _, whose records would share a folder; rename "
+            "one of them.",
+        ),
         (["a=0-999", "b=0-99"], "--grid has 100,000 points; it must have at most 10,000."),
     ],
 )
