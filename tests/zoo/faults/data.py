@@ -513,7 +513,7 @@ def decoder_without_mask(recorder: Recorder) -> None:
     Training(model, adam(model, lr=3e-3), loader(reversed_letters(1600, 1), 16), reversing_loss, epochs=2).run(recorder)
 
 
-@fault("mlp", causes.CONSTANT_LOSS, knowable=50)
+@fault("mlp", causes.TRAINED_REFERENCE, knowable=50)
 def reference_is_the_model_itself(recorder: Recorder) -> None:
     """A preference loss compares the model with a reference that is no copy, so that it is ln 2 at every step."""
     model = mlp()
