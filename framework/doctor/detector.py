@@ -75,6 +75,18 @@ class Detector(ABC):
         return Finding(self.name, severity, step, why, next_step, evidence, confidence, self.stage, (), waits, self.law)
 
 
+class SetUpDetector(Detector):
+    """Looks for a mistake in what the script decides: its data, loss, model, loop, optimizer or schedule."""
+
+    stage = "set-up"
+
+
+class HooklessDetector(SetUpDetector):
+    """Looks for such a mistake in what no hook measures: start-up facts, or numbers that a trainer reports."""
+
+    needs = ()
+
+
 def check_detector(detector: type[Any]) -> None:
     """Raise :class:`UsageError` for a class that is not a complete detector."""
     if not (isinstance(detector, type) and issubclass(detector, Detector)):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from .. import Detector, Evidence, Finding, History, Rule, Threshold
+from ..detector import SetUpDetector
 from ..history import median_of
 from ..measures import CHECKS, FEW_CLASSES, are_tokens, classes_of_batches, is_sorted_by_class
 from ..rules import median
@@ -51,7 +52,7 @@ class RowsRepeated(Detector):
         )
 
 
-class SameBatch(Detector):
+class SameBatch(SetUpDetector):
     """Finds a training that gets the same batch at every step.
 
     Symptom: The training loss falls to 0 at once, and the validation loss rises
@@ -65,7 +66,6 @@ class SameBatch(Detector):
     """
 
     name = "same-batch-at-every-step"
-    stage = "set-up"
     batches = Threshold(9, "equal batches in a row after the first; data of single rows repeat fewer")
     share = Threshold(0.9, "equal batches in a row, as a share of all steps")
 
@@ -87,7 +87,7 @@ class SameBatch(Detector):
         )
 
 
-class SortedByClass(Detector):
+class SortedByClass(SetUpDetector):
     """Finds batches that contain a single class each, or far fewer classes than random rows would.
 
     Symptom: The loss goes up and down with the order of the data
@@ -100,7 +100,6 @@ class SortedByClass(Detector):
     """
 
     name = "data-sorted-by-class"
-    stage = "set-up"
     share = Threshold(0.75, "of the checked batches; shuffled batches of 8 rows have one class rarely")
     top = Threshold(0.9, "of the targets of a batch; of shuffled data always the same class may reach it")
     batches = Threshold(0.25, "of the checked batches that a class dominates, not always the same one")
@@ -160,7 +159,7 @@ class SortedByClass(Detector):
         return (share, count) if share > self.batches and count > 1 else None
 
 
-class InputsNotNormalised(Detector):
+class InputsNotNormalised(SetUpDetector):
     """Finds inputs whose values are far from mean 0 and deviation 1.
 
     Symptom: The first loss is huge, or training is unstable
@@ -174,7 +173,6 @@ class InputsNotNormalised(Detector):
     """
 
     name = "inputs-not-normalised"
-    stage = "set-up"
     deviation = Threshold(10.0, "standard deviation; normalised inputs have 1, embeddings up to 5")
     offset = Threshold(10.0, "absolute mean in standard deviations")
     kept = Threshold(0.05, "largest activation over the inputs; below it the model normalises them itself")
@@ -209,7 +207,7 @@ class InputsNotNormalised(Detector):
         yield self.finding("warning", 1, why, remedy, evidence, confidence=0.85)
 
 
-class InputsDrift(Detector):
+class InputsDrift(SetUpDetector):
     """Finds inputs whose scale leaves the usual range during the training.
 
     Symptom: The loss falls at first, then validation or training gets worse from epoch to epoch
@@ -223,7 +221,6 @@ class InputsDrift(Detector):
     """
 
     name = "inputs-drift"
-    stage = "set-up"
     factor = Threshold(10.0, "last over first standard deviation; those of states that an agent reaches grow less")
     deviation = Threshold(10.0, "see inputs-not-normalised")
     small = Threshold(0.005, "see inputs-not-normalised")
@@ -251,7 +248,7 @@ class InputsDrift(Detector):
         )
 
 
-class TargetsExtreme(Detector):
+class TargetsExtreme(SetUpDetector):
     """Finds targets of a regression that are far outside of all others.
 
     Symptom: The loss of a regression jumps, or is dominated by a few rows
@@ -266,7 +263,6 @@ class TargetsExtreme(Detector):
     """
 
     name = "targets-extreme"
-    stage = "set-up"
     distance = Threshold(30.0, "ranges of the middle 80 %; a normal distribution stays below 1.5")
     repeated = Threshold(0.2, "of the checks with the same extreme value, as of a code; counts repeat theirs rarely")
     waits = True
@@ -300,7 +296,7 @@ class TargetsExtreme(Detector):
         )
 
 
-class InputsConstant(Detector):
+class InputsConstant(SetUpDetector):
     """Finds inputs that are the same number everywhere.
 
     Symptom: The loss does not fall, and gradients of the first layer are 0
@@ -315,7 +311,6 @@ class InputsConstant(Detector):
 
     name = "inputs-constant"
     law = "input_matters"
-    stage = "set-up"
     fall = Threshold(0.5, "of the first loss; a model that needs no inputs learns more")
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -400,7 +395,7 @@ class ClassIgnored(Detector):
             )
 
 
-class TargetsIgnored(Detector):
+class TargetsIgnored(SetUpDetector):
     """Finds batches in which nearly all targets are ignored.
 
     Symptom: The loss is NaN or constant from the start
@@ -413,7 +408,6 @@ class TargetsIgnored(Detector):
     """
 
     name = "targets-ignored"
-    stage = "set-up"
     share = Threshold(0.98, "masked language models ignore 85 %, long prompts up to 95 %")
 
     def detect(self, history: History) -> Iterable[Finding]:

@@ -7,6 +7,7 @@ import numpy as np
 
 from ...errors import listed
 from .. import Curve, Detector, Evidence, Finding, History, Threshold
+from ..detector import SetUpDetector
 from ..history import Floats, median_of
 from ..measures import CHECKS, JUMP, jump_of_gradient, learns_values
 from .parameters import named
@@ -153,7 +154,7 @@ def _streaks(history: History, family: str, least: int) -> dict[str, int]:
     }
 
 
-class LeftoverGradients(Detector):
+class LeftoverGradients(SetUpDetector):
     """Finds gradients that nothing sets to zero between two steps.
 
     Symptom: The loss falls at first and then oscillates or grows
@@ -165,7 +166,6 @@ class LeftoverGradients(Detector):
     """
 
     name = "gradients-not-zeroed"
-    stage = "set-up"
     share = Threshold(0.5, "half of all parameters; another loss may leave gradients in a few")
     checks = Threshold(3, "checked steps, or all of them in a shorter run")
 
@@ -193,7 +193,7 @@ class LeftoverGradients(Detector):
         yield self.finding("critical", leftover.first_step_where(is_left) or 0, why, remedy, evidence, confidence=0.97)
 
 
-class SecondBackwardPass(Detector):
+class SecondBackwardPass(SetUpDetector):
     """Finds another backward pass of the same step before the one that the loop reports.
 
     Symptom: The weights move further than the learning rate says
@@ -207,7 +207,6 @@ class SecondBackwardPass(Detector):
     """
 
     name = "second-backward-pass"
-    stage = "set-up"
     share = Threshold(0.5, "half of all parameters; another loss may train a few")
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -241,7 +240,7 @@ def _sees_updates(history: History) -> bool:
     return "parameter_norms" in history.hooks and "parameter_norms" not in history.left_out
 
 
-class OptimizerNotStepped(Detector):
+class OptimizerNotStepped(SetUpDetector):
     """Finds a loop that never steps its optimizer, and one whose accumulation attach does not know.
 
     Symptom: The loss does not change, or leftover gradients are reported under gradient accumulation
@@ -255,7 +254,6 @@ class OptimizerNotStepped(Detector):
     """
 
     name = "optimizer-not-stepped"
-    stage = "set-up"
     passes = Threshold(64, "without an update while the training runs; at its end three are enough")
     needs = (CHECKS, "parameter_norms")
 
@@ -343,7 +341,7 @@ class GradientsAllZero(Detector):
         yield self.finding("critical", step, why, remedy, evidence, confidence=0.9)
 
 
-class GradientsZeroedTooEarly(Detector):
+class GradientsZeroedTooEarly(SetUpDetector):
     """Finds gradients that are set to zero before the optimizer has used them.
 
     Symptom: The loss does not fall, or not as it should with gradient accumulation
@@ -355,7 +353,6 @@ class GradientsZeroedTooEarly(Detector):
     """
 
     name = "gradients-zeroed-too-early"
-    stage = "set-up"
     checks = Threshold(3, "checked steps, or all of them in a shorter run")
     share = Threshold(0.9, "of the checked steps; a misplaced call takes the gradients of every step")
     waits = True

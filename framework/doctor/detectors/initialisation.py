@@ -3,13 +3,14 @@
 from collections.abc import Iterable
 
 from .. import Evidence, Finding, History, Threshold
-from .parameters import FactDetector, named_fact
+from ..detector import HooklessDetector
+from .parameters import named_fact
 
 EXTREME = 8.0
 """Median scale that is a mistake even if the loss falls: N(0, 1) for layers with more than 64 inputs."""
 
 
-class InitialScale(FactDetector):
+class InitialScale(HooklessDetector):
     """Finds linear and convolutional layers whose weights are far too large or too small.
 
     Symptom: The first loss is huge, or nothing is learned
@@ -60,7 +61,7 @@ def _suffers_from_large(history: History) -> bool:
     return first > 2 * uniform or history.falls_short(0.1) or history.step < 5 or first > 100 or scale > EXTREME
 
 
-class ConstantWeights(FactDetector):
+class ConstantWeights(HooklessDetector):
     """Finds matrices whose elements are all equal, so that units cannot become different.
 
     Symptom: All units of a layer do the same
@@ -95,7 +96,7 @@ class ConstantWeights(FactDetector):
         yield self.finding("critical", 0, why, remedy, evidence)
 
 
-class UntiedCopies(FactDetector):
+class UntiedCopies(HooklessDetector):
     """Finds an embedding and an output projection that start equal but are separate parameters.
 
     Symptom: Tied embeddings become different

@@ -8,6 +8,7 @@ import numpy as np
 
 from ...errors import counted, listed
 from .. import Curve, Detector, Evidence, Finding, History, Rule, Threshold
+from ..detector import SetUpDetector
 from ..history import median_of
 from ..measures import CHECKS, compared, divided_afterwards, is_minimised, learns_values
 from ..stages import Stage
@@ -64,7 +65,7 @@ class LogSoftmaxMissing(WrongFormula):
     remedy = "Apply torch.log_softmax(logits, dim=-1) before the loss, or use cross_entropy in place of nll_loss."
 
 
-class OneClass(Detector):
+class OneClass(SetUpDetector):
     """Finds a cross-entropy over a single class.
 
     Symptom: The loss is exactly 0
@@ -78,7 +79,6 @@ class OneClass(Detector):
     """
 
     name = "cross-entropy-of-one-class"
-    stage = "set-up"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the loss has one class."""
@@ -93,7 +93,7 @@ class OneClass(Detector):
             yield self.finding("critical", curve.first_step, why, remedy, evidence, confidence=0.97)
 
 
-class TemperatureMissing(Detector):
+class TemperatureMissing(SetUpDetector):
     """Finds a cross-entropy of cosines that no temperature divides.
 
     Symptom: A contrastive loss, or one of cosines, stops falling at a high value
@@ -107,7 +107,6 @@ class TemperatureMissing(Detector):
     """
 
     name = "temperature-missing"
-    stage = "set-up"
     scale = Threshold(1.2, "factor of the cosines; temperatures of 0.05 to 0.5 give 2 to 20")
     bound = Threshold(0.3, "of ln(C), below which a model can still be certain")
 
@@ -181,7 +180,7 @@ class CausalMaskMissing(Detector):
             yield self.finding("critical", ahead.first_step, why, remedy, evidence)
 
 
-class TargetsShiftedWrongly(Detector):
+class TargetsShiftedWrongly(SetUpDetector):
     """Finds a causal model whose targets are its inputs, or the tokens after the next.
 
     Symptom: A language model has a good loss, but generates nonsense
@@ -195,7 +194,6 @@ class TargetsShiftedWrongly(Detector):
     """
 
     name = "targets-shifted-wrongly"
-    stage = "set-up"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the shift is 0 or 2 at every checked step, and attention is masked."""
@@ -257,7 +255,7 @@ class LogitsRectified(Rule):
     remedy = "Remove the ReLU after the last layer."
 
 
-class TargetsOutOfReach(Detector):
+class TargetsOutOfReach(SetUpDetector):
     """Finds a regression whose last activation cannot give its targets.
 
     Symptom: A regression predicts some of its targets badly, with any settings
@@ -271,7 +269,6 @@ class TargetsOutOfReach(Detector):
     """
 
     name = "targets-out-of-reach"
-    stage = "set-up"
     share = Threshold(0.03, "of the targets; fewer may be rounding or noise around a bound")
     many = Threshold(0.3, "a critical finding")
 
@@ -291,7 +288,7 @@ class TargetsOutOfReach(Detector):
         yield self.finding("critical" if share > self.many else "warning", curve.first_step, why, remedy, evidence)
 
 
-class TargetsNotProbabilities(Detector):
+class TargetsNotProbabilities(SetUpDetector):
     """Finds losses of numbers that are not probabilities, such as several labels of a row, or masks of 255.
 
     Symptom: The loss of a classifier is negative, or worse than it should be with several labels
@@ -307,7 +304,6 @@ class TargetsNotProbabilities(Detector):
     """
 
     name = "targets-not-probabilities"
-    stage = "set-up"
     deviation = Threshold(0.1, "of the mean sum from 1; rounding and smoothing stay below")
     beyond = Threshold(0.001, "of the targets outside of 0 to 1; rounding reaches none that count")
 
@@ -373,7 +369,7 @@ class NormalisedOverRows(WrongFormula):
     confidence = 0.95
 
 
-class LossSummed(Detector):
+class LossSummed(SetUpDetector):
     """Finds a loss that is a sum over the batch instead of a mean.
 
     Symptom: The loss and its gradients are very large
@@ -388,7 +384,6 @@ class LossSummed(Detector):
     """
 
     name = "loss-summed"
-    stage = "set-up"
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -408,7 +403,7 @@ class LossSummed(Detector):
         yield self.finding("info" if is_by_definition else "warning", curve.first_step, why, remedy, evidence)
 
 
-class AccumulationNotAveraged(Detector):
+class AccumulationNotAveraged(SetUpDetector):
     """Finds gradient accumulation whose micro-batches are not averaged, or divided by another number.
 
     Symptom: Gradients grow with the number of accumulated batches
@@ -422,7 +417,6 @@ class AccumulationNotAveraged(Detector):
     """
 
     name = "accumulation-not-averaged"
-    stage = "set-up"
     waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
@@ -521,7 +515,7 @@ class InitialLossHigh(Detector):
         return largest < self.weights and max(abs(mean), deviation) < self.inputs
 
 
-class TargetsNotNormalised(Detector):
+class TargetsNotNormalised(SetUpDetector):
     """Finds a regression loss that is huge at the start, because its targets are.
 
     Symptom: The loss is huge, or training is unstable
@@ -535,7 +529,6 @@ class TargetsNotNormalised(Detector):
     """
 
     name = "targets-not-normalised"
-    stage = "set-up"
     loss = Threshold(1e4, "a deviation of 100 in targets or outputs")
     yields_to_learning = True
 

@@ -7,10 +7,11 @@ import numpy as np
 
 from ...errors import counted
 from .. import Detector, Evidence, Finding, History, Rule, Threshold
+from ..detector import HooklessDetector
 from ..history import median_of
 from ..measures import CHECKS
 from ..rules import alert, fact
-from .parameters import FactDetector, named_fact
+from .parameters import named_fact
 
 
 class EvalModeInTraining(Rule):
@@ -58,7 +59,7 @@ class EvalModeInTraining(Rule):
         yield replace(finding, stage="set-up") if history.facts.get("batchnorms") else finding
 
 
-class BatchNormFrozen(FactDetector):
+class BatchNormFrozen(HooklessDetector):
     """Finds trained batch normalisations whose statistics do not change.
 
     Symptom: Training and validation differ with batch normalisation

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from .. import Detector, Evidence, Finding, History, Threshold
+from ..detector import HooklessDetector, SetUpDetector
 from ..history import median_of
-from .parameters import FactDetector
 
 
 def _number(value: object) -> float:
@@ -87,7 +87,7 @@ def _scale_of_clipping(history: History, norms: "np.typing.NDArray[np.float64]")
     return scale if limit < 100 and float(np.median(np.abs(products - limit))) < 0.01 * limit else None
 
 
-class EpsilonTooLarge(Detector):
+class EpsilonTooLarge(SetUpDetector):
     """Finds an eps of Adam that is larger than the gradients.
 
     Symptom: Adam learns as slowly as SGD
@@ -100,7 +100,6 @@ class EpsilonTooLarge(Detector):
     """
 
     name = "optimizer-eps-too-large"
-    stage = "set-up"
     share = Threshold(0.8, "of the elements whose second moment is below eps squared")
     eps = Threshold(1e-5, "usual are 1e-8 to 1e-6")
     needs = ("optimizer_health",)
@@ -120,7 +119,7 @@ class EpsilonTooLarge(Detector):
             yield self.finding("warning", curve.first_step, why, remedy, evidence, confidence=0.85)
 
 
-class MomentumUnusual(FactDetector):
+class MomentumUnusual(HooklessDetector):
     """Finds swapped betas, and momentum so close to 1 that the training oscillates.
 
     Symptom: The loss oscillates or reacts with delay
@@ -155,7 +154,7 @@ class MomentumUnusual(FactDetector):
                 return
 
 
-class WeightsShrink(Detector):
+class WeightsShrink(SetUpDetector):
     """Finds weight decay that shrinks the weights faster than the gradient trains them.
 
     Symptom: All weights go to zero
@@ -167,7 +166,6 @@ class WeightsShrink(Detector):
     """
 
     name = "weight-decay-too-large"
-    stage = "set-up"
     shrinkage = Threshold(0.5, "of the initial norm; trainings that work keep or raise it")
     per_step = Threshold(0.02, "a weight without gradient is halved within 35 steps; usual are 1e-6 to 1e-3")
     adamw = Threshold(0.1, "usual for AdamW, with any learning rate that trains")

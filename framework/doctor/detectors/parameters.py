@@ -1,12 +1,11 @@
 """Detectors of parameters that the training cannot change as intended, from the start-up facts."""
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 from ...errors import counted, listed
-from .. import Detector, Evidence, Finding, History, Threshold
+from .. import Evidence, Finding, History, Threshold
+from ..detector import HooklessDetector
 from ..measures import CHECKS
-from ..stages import Stage
 
 
 def named(names: list[str], count: int) -> str:
@@ -20,14 +19,7 @@ def named_fact(history: History, name: str) -> tuple[int, str]:
     return fact.get("count") or 0, named(fact.get("names", []), fact.get("count") or 0)
 
 
-class FactDetector(Detector):
-    """Looks for one problem in the start-up facts, for which no hook is needed."""
-
-    stage: ClassVar[Stage] = "set-up"
-    needs = ()
-
-
-class WithoutOptimizer(FactDetector):
+class WithoutOptimizer(HooklessDetector):
     """Finds trainable parameters that no optimizer holds.
 
     Symptom: Some layers never change
@@ -67,7 +59,7 @@ class WithoutOptimizer(FactDetector):
         )
 
 
-class LayersNotRegistered(FactDetector):
+class LayersNotRegistered(HooklessDetector):
     """Finds layers in Python lists, tuples or dicts, and tensors that are not parameters.
 
     Symptom: Some layers never change
@@ -97,7 +89,7 @@ class LayersNotRegistered(FactDetector):
             )
 
 
-class FrozenInOptimizer(FactDetector):
+class FrozenInOptimizer(HooklessDetector):
     """Finds optimizer entries that do not require a gradient.
 
     Symptom: Some layers never change
@@ -133,7 +125,7 @@ class FrozenInOptimizer(FactDetector):
         )
 
 
-class FrozenUntrained(FactDetector):
+class FrozenUntrained(HooklessDetector):
     """Finds frozen layers whose weights are those of a fresh initialisation.
 
     Symptom: Fine-tuning is much worse than expected
@@ -166,7 +158,7 @@ class FrozenUntrained(FactDetector):
             )
 
 
-class DecayedVectors(FactDetector):
+class DecayedVectors(HooklessDetector):
     """Reports biases and norm gains in a group with weight decay.
 
     Symptom: A question about weight decay

@@ -4,11 +4,11 @@ Levels are compared with those at the start of the same run: the median of the f
 """
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 import numpy as np
 
-from .. import Curve, Detector, Evidence, Finding, History, Threshold
+from .. import Curve, Detector, Evidence, Finding, History, Rule, Threshold
+from ..detector import HooklessDetector
 from ..history import Floats, median_of
 from ..policy_numbers import FEWEST, HEALTH, LENGTHS_OF_EPISODES, MEASURED, PolicyNumbers, noise_of, rise_of
 
@@ -16,31 +16,32 @@ SLOW = 10
 """Times as many rollouts for a critic that is updated once for each."""
 
 
-class _HighLevel(Detector):
-    """Finds a reported number whose last tenth is above a limit; subclasses are rows of attributes."""
+class CourseDetector(Detector):
+    """Looks for one problem in the course of reported numbers."""
 
-    common: ClassVar[str]
-    """The common name of the number."""
-    limit: ClassVar[str]
-    """The name of the threshold."""
-    why: ClassVar[str]
-    """The sentence of the finding; ``{value}`` stands for the level."""
-    remedy: ClassVar[str]
-    usual: ClassVar[str]
     needs = ()
     waits = True
 
+
+class HighLevel(Rule):
+    """Finds a reported number, ``metric`` by its common name, whose last tenth is above a limit."""
+
+    needs = ()
+    waits = True
+    confidence = 0.85
+
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding from five reports on, since the step after which most are above the limit."""
-        numbers, limit = PolicyNumbers(history), getattr(self, self.limit)
-        curve, level = numbers.curve(self.common), numbers.curve(self.common).end_level()
+        numbers, limit = PolicyNumbers(history), getattr(self, self.above)
+        curve, level = numbers.curve(self.metric), numbers.curve(self.metric).end_level()
         if len(curve) >= 5 and level > limit:
             since = int(curve.steps[_start_of_streak(curve.values > limit)])
-            evidence = Evidence(numbers.name(self.common), curve.last, limit, self.usual)
-            yield self.finding("warning", since, self.why.format(value=level), self.remedy, evidence, confidence=0.85)
+            evidence = Evidence(numbers.name(self.metric), curve.last, limit, self.usual)
+            why = self.why.format(value=level)
+            yield self.finding(self.severity, since, why, self.remedy, evidence, confidence=self.confidence)
 
 
-class RewardsWithoutSpread(Detector):
+class RewardsWithoutSpread(CourseDetector):
     """Finds groups of completions that all get the same reward.
 
     Symptom: The reward of a policy does not rise, or falls
@@ -58,8 +59,6 @@ class RewardsWithoutSpread(Detector):
     stage = "set-up"
     share = Threshold(0.8, "of the groups; with fewer, the others still teach something")
     points = Threshold(5, "a single batch of prompts may be too easy or too hard")
-    needs = ()
-    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if most groups of the last batches have one reward, critical if so from the start."""
@@ -91,7 +90,7 @@ class RewardsWithoutSpread(Detector):
         )
 
 
-class ReferenceIsTrained(Detector):
+class ReferenceIsTrained(HooklessDetector):
     """Finds a reference model that always equals the trained one.
 
     Symptom: The KL divergence of a policy is exactly 0
@@ -105,9 +104,7 @@ class ReferenceIsTrained(Detector):
     """
 
     name = "reference-is-trained"
-    stage = "set-up"
     points = Threshold(5, "the first updates of a warm-up, or of LoRA, change nothing yet")
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if divergences, or chosen and rejected rewards, are 0 at all steps."""
@@ -134,7 +131,7 @@ class ReferenceIsTrained(Detector):
         )
 
 
-class EntropyCollapse(Detector):
+class EntropyCollapse(CourseDetector):
     """Finds a policy that has stopped exploring.
 
     Symptom: The outputs of a policy become nonsense, longer or alike
@@ -151,8 +148,6 @@ class EntropyCollapse(Detector):
     name = "entropy-collapse"
     stage = "outputs"
     share = Threshold(0.2, "of the entropy at the start; policies that learn keep 0.3 to 0.9 of it")
-    needs = ()
-    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the entropy is far below that at the start."""
@@ -182,7 +177,7 @@ class EntropyCollapse(Detector):
         )
 
 
-class KLRunaway(Detector):
+class KLRunaway(CourseDetector):
     """Finds a policy that moves away without limit: from its reference, or in one update.
 
     Symptom: The outputs of a policy become nonsense, longer or alike
@@ -200,8 +195,6 @@ class KLRunaway(Detector):
     growth = Threshold(10.0, "times the level of the second tenth of the run; divergences of sound runs level off")
     reference = Threshold(1.0, "nats; smaller divergences from the reference are usual")
     update = Threshold(0.2, "nats in one rollout's updates; usual targets are 0.01 to 0.05")
-    needs = ()
-    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if a divergence is many times its earlier level, and large."""
@@ -232,7 +225,7 @@ class KLRunaway(Detector):
             return
 
 
-class RatiosClipped(_HighLevel):
+class RatiosClipped(HighLevel):
     """Finds updates most of whose ratios are clipped.
 
     Symptom: The reward of a policy does not rise, or falls
@@ -248,7 +241,7 @@ class RatiosClipped(_HighLevel):
     name = "ratios-clipped"
     stage = "updates"
     share = Threshold(0.5, "of the ratios; 0.05 to 0.3 are usual")
-    common, limit, usual = "clip_fraction", "share", "0.05 to 0.3"
+    metric, above, usual = "clip_fraction", "share", "0.05 to 0.3"
     why = (
         "{value:.0%} of the ratios of new to old probabilities are clipped, and have no gradient: the updates on one "
         "rollout move the policy too far."
@@ -256,7 +249,7 @@ class RatiosClipped(_HighLevel):
     remedy = "Lower the learning rate, or take fewer epochs or larger batches per rollout."
 
 
-class RewardIsLength(Detector):
+class RewardIsLength(CourseDetector):
     """Finds a reward that follows the length of completions.
 
     Symptom: The outputs of a policy become nonsense, longer or alike
@@ -273,8 +266,6 @@ class RewardIsLength(Detector):
     stage = "set-up"
     correlation = Threshold(0.9, "of reward and length over the reports; 0.2 to 0.7 where both only rise")
     growth = Threshold(1.3, "times the length at the start; smaller changes may be chance")
-    needs = ()
-    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if reward and length rise together."""
@@ -297,7 +288,7 @@ class RewardIsLength(Detector):
             )
 
 
-class CompletionsTruncated(Detector):
+class CompletionsTruncated(CourseDetector):
     """Finds completions that nearly all end at the longest allowed length.
 
     Symptom: The outputs of a policy become nonsense, longer or alike
@@ -313,8 +304,6 @@ class CompletionsTruncated(Detector):
     name = "completions-truncated"
     stage = "set-up"
     share = Threshold(0.9, "of the completions; below it, enough of them end by themselves")
-    needs = ()
-    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if nearly all of the newest completions are truncated."""
@@ -336,7 +325,7 @@ class CompletionsTruncated(Detector):
         )
 
 
-class DeadCritic(Detector):
+class DeadCritic(CourseDetector):
     """Finds a critic that explains nothing of the returns.
 
     Symptom: The reward of a policy does not rise, or falls
@@ -354,8 +343,6 @@ class DeadCritic(Detector):
     stage = "outputs"
     points = Threshold(15, "rollouts; critics of sound runs need up to ten to begin")
     share = Threshold(0.1, "of the variance; sound critics explain 0.5 to 1 later")
-    needs = ()
-    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the explained variance stays near 0 or below in the later half."""
@@ -381,7 +368,7 @@ class DeadCritic(Detector):
             )
 
 
-class RewardFalls(Detector):
+class RewardFalls(CourseDetector):
     """Finds a policy that becomes worse than it was at the start.
 
     Symptom: The reward of a policy does not rise, or falls
@@ -397,8 +384,6 @@ class RewardFalls(Detector):
     name = "reward-falls"
     stage = "outputs"
     fall = Threshold(4.0, "times the noise of the reward; sound runs vary by 1 to 2")
-    needs = ()
-    waits = True
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the reward stays below that of the start, by more than its noise."""
@@ -421,7 +406,7 @@ class RewardFalls(Detector):
             )
 
 
-class SamplerDiffers(_HighLevel):
+class SamplerDiffers(HighLevel):
     """Finds a sampler whose probabilities differ from those of the trainer.
 
     Symptom: The outputs of a policy become nonsense, longer or alike
@@ -437,7 +422,7 @@ class SamplerDiffers(_HighLevel):
     name = "sampler-differs"
     stage = "set-up"
     gap = Threshold(0.1, "nats per token on average; bfloat16 gives 0.005 to 0.03")
-    common, limit, usual = "sampler_gap", "gap", "0.005 to 0.03"
+    metric, above, usual = "sampler_gap", "gap", "0.005 to 0.03"
     why = (
         "Sampler and trainer differ by {value:.2g} nats per token on average, more than rounding gives: the "
         "completions come from another policy than the one that is trained."
@@ -445,7 +430,7 @@ class SamplerDiffers(_HighLevel):
     remedy = "Synchronise the sampler's weights after each update, and compare precision, temperature and template."
 
 
-class RatioAlwaysOne(Detector):
+class RatioAlwaysOne(HooklessDetector):
     """Reports updates in which the new policy is the old one.
 
     Symptom: The KL divergence of a policy is exactly 0
@@ -459,8 +444,6 @@ class RatioAlwaysOne(Detector):
     """
 
     name = "ratio-always-one"
-    stage = "set-up"
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a remark if the divergence from the old policy is 0 in all reports."""

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .. import Detector, Evidence, Finding, History, Rule, Threshold
+from .. import Evidence, Finding, History, Rule, Threshold
+from ..detector import HooklessDetector
 from ..history import median_of
 from ..policy_numbers import HEALTH
 from ..rules import RuleValue
@@ -29,7 +30,14 @@ def shown(history: History, metric: str) -> RuleValue:
     return RuleValue(int(np.sum(curve.values > 0) >= 3), step or curve.first_step)
 
 
-class PolicyLossSign(Detector):
+class LossRule(Rule):
+    """Finds a mistake in a loss that a single number shows."""
+
+    stage = "set-up"
+    needs = ()
+
+
+class PolicyLossSign(HooklessDetector):
     """Finds a policy loss without its minus sign, which makes good actions less probable.
 
     Symptom: The reward of a policy does not rise, or falls
@@ -44,10 +52,8 @@ class PolicyLossSign(Detector):
     """
 
     name = "policy-loss-sign"
-    stage = "set-up"
     correlation = Threshold(-0.3, "of advantages and rewards that followed; with the right sign it is 0.2 to 1")
     points = Threshold(4, "few actions correlate by chance")
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the loss rises with the log-probability of actions that were better than expected."""
@@ -69,7 +75,7 @@ class PolicyLossSign(Detector):
         )
 
 
-class EntropyBonusSign(Rule):
+class EntropyBonusSign(LossRule):
     """Finds an entropy bonus that is added to the loss instead of subtracted.
 
     Symptom: The outputs of a policy become nonsense, longer or alike
@@ -82,8 +88,6 @@ class EntropyBonusSign(Rule):
     """
 
     name = "entropy-bonus-sign"
-    stage = "set-up"
-    needs = ()
     read = staticmethod(least)
     metric = f"{HEALTH}/entropy_sign"
     why = "The loss rises with the entropy of the policy, so that training makes the policy certain as early as it can."
@@ -92,7 +96,7 @@ class EntropyBonusSign(Rule):
     confidence = 0.9
 
 
-class DivergencePenaltySign(Rule):
+class DivergencePenaltySign(LossRule):
     """Finds a penalty of the divergence from a reference that is subtracted from the loss instead of added.
 
     Symptom: The outputs of a policy become nonsense, longer or alike
@@ -107,8 +111,6 @@ class DivergencePenaltySign(Rule):
     """
 
     name = "divergence-penalty-sign"
-    stage = "set-up"
-    needs = ()
     read = staticmethod(opposite)
     metric = f"{HEALTH}/divergence_sign"
     why = (
@@ -120,7 +122,7 @@ class DivergencePenaltySign(Rule):
     confidence = 0.9
 
 
-class ReturnsThroughEnds(Rule):
+class ReturnsThroughEnds(LossRule):
     """Finds returns or advantages that continue through the ends of episodes.
 
     Symptom: The reward of a policy does not rise, or falls
@@ -136,8 +138,6 @@ class ReturnsThroughEnds(Rule):
     """
 
     name = "returns-through-ends"
-    stage = "set-up"
-    needs = ()
     read = staticmethod(shown)
     metric = f"{HEALTH}/returns_through_ends"
     severity = "critical"
@@ -149,7 +149,7 @@ class ReturnsThroughEnds(Rule):
     confidence = 0.95
 
 
-class TrainedReference(Rule):
+class TrainedReference(LossRule):
     """Finds a teacher or a reference that the loss trains.
 
     Symptom: The outputs of a policy become nonsense, longer or alike
@@ -164,8 +164,6 @@ class TrainedReference(Rule):
     """
 
     name = "trained-reference"
-    stage = "set-up"
-    needs = ()
     read = staticmethod(least)
     metric = f"{HEALTH}/reference_learns"
     severity = "critical"
@@ -177,7 +175,7 @@ class TrainedReference(Rule):
     confidence = 0.9
 
 
-class AdvantagesOfPairs(Rule):
+class AdvantagesOfPairs(LossRule):
     """Finds advantages of all pairs of returns and values.
 
     Symptom: The reward of a policy does not rise, or falls
@@ -191,8 +189,6 @@ class AdvantagesOfPairs(Rule):
     """
 
     name = "advantages-of-pairs"
-    stage = "set-up"
-    needs = ()
     metric = f"{HEALTH}/advantages_of_pairs"
     severity = "critical"
     why = (
@@ -203,7 +199,7 @@ class AdvantagesOfPairs(Rule):
     confidence = 0.97
 
 
-class AdvantagesWithGradient(Rule):
+class AdvantagesWithGradient(LossRule):
     """Finds advantages through which the loss of the policy trains the critic.
 
     Symptom: The values of a critic diverge, or stay as they were
@@ -218,8 +214,6 @@ class AdvantagesWithGradient(Rule):
     """
 
     name = "advantages-with-gradient"
-    stage = "set-up"
-    needs = ()
     metric = f"{HEALTH}/critic_in_policy_loss"
     why = (
         "The advantages have a gradient: the loss of the policy also trains the critic, and moves its values away from "
@@ -229,7 +223,7 @@ class AdvantagesWithGradient(Rule):
     confidence = 0.95
 
 
-class TargetNetworkStuck(Detector):
+class TargetNetworkStuck(HooklessDetector):
     """Finds a target network that is never updated, or always equals the online one.
 
     Symptom: The values of a critic diverge, or stay as they were
@@ -245,10 +239,8 @@ class TargetNetworkStuck(Detector):
     """
 
     name = "target-network-stuck"
-    stage = "set-up"
     updates = Threshold(300, "updates without any change; usual are 1 to 250, and 2,500 in stable-baselines3")
     checks = Threshold(8, "at which both are equal; a network that is copied now and then differs at most of them")
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the target network has never changed, or was never different."""
@@ -271,7 +263,7 @@ class TargetNetworkStuck(Detector):
         )
 
 
-class TerminalValuesLeak(Detector):
+class TerminalValuesLeak(HooklessDetector):
     """Finds targets of values that continue after the end of an episode.
 
     Symptom: The values of a critic diverge, or stay as they were
@@ -286,10 +278,8 @@ class TerminalValuesLeak(Detector):
     """
 
     name = "terminal-values-leak"
-    stage = "set-up"
     spread = Threshold(0.25, "of that of all targets; with the mask it is 0")
     points = Threshold(3, "of the newest checks, since the targets of earlier ones may have another scale")
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if targets of last steps with equal rewards differ."""
@@ -306,7 +296,7 @@ class TerminalValuesLeak(Detector):
         )
 
 
-class SameTransition(Rule):
+class SameTransition(LossRule):
     """Finds batches of one transition, repeated.
 
     Symptom: The values of a critic diverge, or stay as they were
@@ -320,8 +310,6 @@ class SameTransition(Rule):
     """
 
     name = "same-transition"
-    stage = "set-up"
-    needs = ()
     read = staticmethod(least)
     metric = f"{HEALTH}/same_rows_fraction"
     above = "share"
@@ -333,7 +321,7 @@ class SameTransition(Rule):
     confidence = 0.95
 
 
-class AdvantageIsLength(Detector):
+class AdvantageIsLength(HooklessDetector):
     """Finds advantages that are the lengths of completions.
 
     Symptom: The outputs of a policy become nonsense, longer or alike
@@ -347,10 +335,8 @@ class AdvantageIsLength(Detector):
     """
 
     name = "advantage-is-length"
-    stage = "set-up"
     correlation = Threshold(0.9, "of advantages and lengths in a batch; by chance 0 ± 0.5")
     points = Threshold(5, "batches of a few completions correlate by chance")
-    needs = ()
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if advantages follow lengths in most batches."""

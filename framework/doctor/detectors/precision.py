@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from .. import Detector, Evidence, Finding, History, Threshold
+from ..detector import SetUpDetector
 from ..measures import CHECKS
 from .learning_rates import lr_curve
 
@@ -58,7 +59,7 @@ def _rounds_stochastically(history: History) -> bool:
     return any("stochastic" in str(name) and value for name, value in options)
 
 
-class Float16WithoutScaler(Detector):
+class Float16WithoutScaler(SetUpDetector):
     """Finds float16 gradients without a loss scaler.
 
     Symptom: The loss stops falling in float16
@@ -73,7 +74,6 @@ class Float16WithoutScaler(Detector):
 
     name = "float16-without-scaler"
     law = "precision_is_enough"
-    stage = "set-up"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if float16 is used without a scaler."""
@@ -91,7 +91,7 @@ class Float16WithoutScaler(Detector):
         yield self.finding("warning", 0 if has_weights else used.first_step, why, remedy, evidence, confidence=0.85)
 
 
-class GradientsNotUnscaled(Detector):
+class GradientsNotUnscaled(SetUpDetector):
     """Finds updates by gradients that are still multiplied by the loss scale.
 
     Symptom: The first step with a loss scaler destroys the weights
@@ -105,7 +105,6 @@ class GradientsNotUnscaled(Detector):
     """
 
     name = "gradients-not-unscaled"
-    stage = "set-up"
 
     def detect(self, history: History) -> Iterable[Finding]:
         """Return a finding if the gradient before the update is that of the backward pass times the scale."""

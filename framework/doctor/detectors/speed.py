@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 
-from .. import Detector, Evidence, Finding, History, StepTimes, Threshold, milliseconds_text
+from .. import Evidence, Finding, History, StepTimes, Threshold, milliseconds_text
+from ..detector import HooklessDetector
 
 
-class WaitsForData(Detector):
+class WaitsForData(HooklessDetector):
     """Finds a training that spends a large part of its steps waiting for data.
 
     Symptom: A step takes long, or the accelerator is often idle
@@ -20,8 +21,6 @@ class WaitsForData(Detector):
     """
 
     name = "waits-for-data"
-    needs = ()
-    stage = "set-up"
     share = Threshold(0.4, "of a step; loaders that keep up need a few percent")
     seconds = Threshold(0.002, "per step; less is not worth a change")
     steps = Threshold(50, "counted, without the first 10")
@@ -48,7 +47,7 @@ class WaitsForData(Detector):
         )
 
 
-class HooksTakeTime(Detector):
+class HooksTakeTime(HooklessDetector):
     """Finds a training that spends a large part of its steps in hooks.
 
     Symptom: The training is much slower with loopscope
@@ -62,8 +61,6 @@ class HooksTakeTime(Detector):
     """
 
     name = "hooks-take-time"
-    needs = ()
-    stage = "set-up"
     share = Threshold(0.3, "of a step; the group health needs far less of a model of usual size")
     seconds = Threshold(0.01, "per step; less is not worth a change")
     steps = Threshold(200, "counted; the checks of hooks become rarer during the first ones")
