@@ -6,7 +6,7 @@ from ..names_on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from ..hooks import SEVERITIES, Severity
-    from .detector import Detector, DetectorRegistry, Threshold
+    from .detector import Detector, DetectorRegistry, Rule, Threshold
     from .diagnosis import all_detectors, diagnose
     from .diagnosis_text import Diagnosis, brief_lines, diagnosis_lines, evidence_text, finding_lines
     from .findings import SCHEMA, Evidence, Finding, ranked
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .live import CRITICAL, FindingNotice, LiveDiagnosis, diagnosis_with
     from .policy_numbers import COURSE, by_common_name
     from .recent_losses import RecentLosses
-    from .rules import Rule
     from .start_up_facts import start_facts
     from .step_times import WORDS, StepTimes, milliseconds_text, memory_text
 else:

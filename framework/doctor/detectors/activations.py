@@ -7,8 +7,8 @@ import numpy as np
 
 from ...errors import listed
 from .. import Curve, Detector, Evidence, Finding, History, Rule, Threshold
+from ..detector import count
 from ..measures import learns_values, target_sizes
-from ..rules import count
 from .gradients import are_experts, never_trained
 
 

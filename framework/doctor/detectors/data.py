@@ -6,10 +6,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from .. import Detector, Evidence, Finding, History, Rule, Threshold
-from ..detector import SetUpDetector
+from ..detector import SetUpDetector, median
 from ..history import median_of
 from ..measures import CHECKS, FEW_CLASSES, are_tokens, classes_of_batches, is_sorted_by_class
-from ..rules import median
 from .losses import TrainValidationDiverging, validation_rises
 
 

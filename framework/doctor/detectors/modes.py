@@ -7,10 +7,9 @@ import numpy as np
 
 from ...errors import counted
 from .. import Detector, Evidence, Finding, History, Rule, Threshold
-from ..detector import HooklessDetector
+from ..detector import HooklessDetector, alert, fact
 from ..history import median_of
 from ..measures import CHECKS
-from ..rules import alert, fact
 from .parameters import named_fact
 
 

@@ -5,10 +5,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from .. import Evidence, Finding, History, Rule, Threshold
-from ..detector import HooklessDetector
+from ..detector import HooklessDetector, RuleValue
 from ..history import median_of
 from ..policy_numbers import HEALTH
-from ..rules import RuleValue
 
 
 def least(history: History, metric: str) -> RuleValue:

@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 from loopscope.doctor import Detector, DetectorRegistry, Finding, History, Threshold, all_detectors, diagnose
-from loopscope.doctor.rules import Rule, median
+from loopscope.doctor.detector import Rule, median
 from loopscope.doctor.stages import EXCEPTIONS, Stage
 from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import HookRegistry, Series
