@@ -1,8 +1,9 @@
-"""The history of a run as detectors see it: metrics over steps, alerts, start-up facts and settings."""
+"""The history of a run as detectors see it: metrics over steps, newest losses, alerts, start-up facts and settings."""
 
 import math
 import operator
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..hooks import Alert, Recovery, Series, as_float
-from .recent_losses import NUMBERS, RecentLosses
 from .step_times import StepTimes
 
 MOST_POINTS = 4096
 """Points of a metric in memory; above this number every second one is dropped."""
 MOST_METRICS = 4096
 MOST_ALERTS = 2000
+STEP_LOSSES = ("training_metrics/loss", "training_checks/loss")
+"""Losses of single steps, of all steps where a loop reports them, or of those that are checked."""
+MOST_RECENT = 100
+"""Losses of single steps that are kept."""
+NUMBERS = (int, float, bool)
 Floats = NDArray[np.float64]
 
 
@@ -144,6 +149,59 @@ EMPTY = Curve()
 """The curve of a metric that was not recorded."""
 
 
+class RecentLosses:
+    """The newest losses of single steps, at most ``MOST_RECENT`` of each metric, with their steps."""
+
+    def __init__(self) -> None:
+        self._losses: dict[str, deque[tuple[int, float]]] = {}
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Add the losses in the metrics of one emit; a loss that is no series is that of an epoch, and left out."""
+        for name in STEP_LOSSES:
+            series = metrics.get(name)
+            if isinstance(series, Series):
+                points: Sequence[tuple[int, Any]] = [*zip(series.steps, series.values, strict=True)][-MOST_RECENT:]
+                losses = self._losses.setdefault(name, deque(maxlen=MOST_RECENT))
+                losses.extend((int(step), as_float(loss)) for step, loss in points if isinstance(loss, NUMBERS))
+
+    def clear(self) -> None:
+        """Forget all losses, before another run."""
+        self._losses.clear()
+
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest loss, 0 without losses."""
+        recent = self._of_one_metric()
+        return recent[-1][0] if recent else 0
+
+    def _of_one_metric(self) -> Sequence[tuple[int, float]]:
+        return next((self._losses[name] for name in STEP_LOSSES if self._losses.get(name)), ())
+
+    def final_loss(self, step: int, mean: float | None, epochs: int, *, is_partial: bool = False) -> dict[str, Any]:
+        """Return the final loss up to a step, of what it is the mean, and the loss of the last step, for a summary.
+
+        After several epochs it is the mean of the last one. Otherwise, and within an epoch, it is the mean over the
+        last tenth of the steps, at most ``MOST_RECENT``, so that it is not the mean since the start; of those steps
+        whose losses are recorded.
+
+        Args:
+            step: the number of steps of the run.
+            mean: the mean loss since the start of the last epoch or interval, or ``None``.
+            epochs: the number of epochs, 0 in a loop that counts steps.
+            is_partial: whether that epoch has not ended.
+        """
+        recent = self._of_one_metric()
+        count = min(MOST_RECENT, max(1, step // 10))
+        losses = [loss for at, loss in recent if at > step - count]
+        over = "interval" if not epochs else "part of the epoch" if is_partial else "epoch"
+        if losses and (epochs <= 1 or is_partial):
+            mean = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else losses[-1]
+            part = f"{len(losses)} of the last" if len(losses) < count else "last"
+            over = "last step" if count == 1 else f"{part} {count} steps"
+        last = recent[-1][1] if recent and recent[-1][0] == step else None
+        return {"training_loss": mean, "training_loss_over": over, "last_loss": last}
+
+
 @dataclass
 class History:
     """What a run has recorded up to now.
@@ -181,14 +239,16 @@ class History:
         """Add the metrics of one emit, by full name; lists and texts are left out."""
         if epoch == 0:
             self.first_epoch_end = max(self.first_epoch_end, step)
-        for name, at, values in _points(step, metrics):
+        for name, at, values in series_in(step, metrics):
             curve = self.curves.get(name)
+            if not isinstance(values[0], NUMBERS):
+                continue
             if curve is None:
                 if len(self.curves) >= MOST_METRICS:
                     continue
                 curve = self.curves[name] = Curve()
             for point, value in zip(at, values, strict=True):
-                curve.add(point, value)
+                curve.add(operator.index(point), as_float(value))
         self.recent_losses.add(metrics)
         self.step = max(self.step, step)
 
@@ -270,16 +330,17 @@ class History:
         return any(word in self.optimizer.lower() for word in ("adam", "adafactor", "lion", "lamb", "rmsprop", "radam"))
 
 
-def _points(step: int, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[int], Sequence[float]]]:
-    """Yield the names of numbers, with their steps and values; an entry of a dict is named ``metric/key``."""
+def series_in(step: int, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[int], Sequence[Any]]]:
+    """Yield names with steps and values, all numbers or one other value; a dict gives curves ``metric/key``."""
     for name, value in metrics.items():
         if isinstance(value, Mapping):
-            yield from _points(step, {f"{name}/{key}": item for key, item in value.items()})
-        elif isinstance(value, NUMBERS):
-            yield name, [step], [as_float(value)]
-        elif isinstance(value, Series):
-            if all(isinstance(item, NUMBERS) for item in value.values):
-                yield name, [operator.index(item) for item in value.steps], [as_float(item) for item in value.values]
-            else:
-                for at, item in zip(value.steps, value.values, strict=True):
-                    yield from _points(at, {name: item})
+            yield from series_in(step, {f"{name}/{key}": item for key, item in value.items()})
+        elif not isinstance(value, Series):
+            yield name, [step], [value]
+        elif len(value.steps) != len(value.values):
+            raise ValueError(f"{name} has {len(value.values)} values at {len(value.steps)} steps")
+        elif not all(issubclass(kind, NUMBERS) for kind in {*map(type, value.values)}):
+            for at, item in zip(value.steps, value.values, strict=True):
+                yield from series_in(at, {name: item})
+        elif value.values:
+            yield name, value.steps, value.values

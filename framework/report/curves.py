@@ -1,7 +1,7 @@
 """Curves in the record of a run: each number at its step."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..doctor import series_in
 from ..errors import require
-from ..hooks import HookPoint, Series, as_float
+from ..hooks import HookPoint, as_float
 from ..runs import Record, RunRecord, forward_emits, read_initial, record_of
 
 Floats = NDArray[np.float64]
@@ -97,22 +98,6 @@ def read_curves(folder: Path, wanted: Callable[[str], bool]) -> DrawnRun:
     curves = {name: MetricCurve.of_points(*pairs) for name, pairs in points.items()}
     without = [name for name in others if name not in curves]
     return DrawnRun(folder, run, curves, list(names), without, epoch_steps.pop() if len(epoch_steps) == 1 else 0.0)
-
-
-def series_in(step: int, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[int], Sequence[Any]]]:
-    """Yield names with steps and values, all numbers or one other value; a dict gives curves ``metric/key``."""
-    for name, value in metrics.items():
-        if isinstance(value, Mapping):
-            yield from series_in(step, {f"{name}/{key}": item for key, item in value.items()})
-        elif not isinstance(value, Series):
-            yield name, [step], [value]
-        elif len(value.steps) != len(value.values):
-            raise ValueError(f"{name} has {len(value.values)} values at {len(value.steps)} steps")
-        elif not NUMBERS.issuperset(map(type, value.values)):
-            for at, item in zip(value.steps, value.values, strict=True):
-                yield from series_in(at, {name: item})
-        elif value.values:
-            yield name, value.steps, value.values
 
 
 def check_size(path: Path, most: int) -> None:

@@ -11,9 +11,10 @@ from operator import index, itemgetter
 from pathlib import Path
 from typing import Any
 
+from ..doctor import series_in
 from ..errors import UsageError
 from ..runs import Record, forward_emits, record_of
-from .curves import NUMBERS, series_in
+from .curves import NUMBERS
 
 
 @dataclass

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from ..checkpoints import is_locked
+from ..doctor import series_in
 from ..durable_files import path_exists, read_json
 from ..errors import UsageError, listed, require, warn
 from ..names import as_names
@@ -30,7 +31,6 @@ from ..runs import (
     forward_emits,
     record_of,
 )
-from .curves import series_in
 from .panels import matcher, near_names
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..doctor import Curve, Diagnosis, diagnose
+from ..doctor import Curve, Diagnosis, diagnose, series_in
 from ..durable_files import is_readable_file, path_exists, read_json, read_lines
 from ..errors import LONGEST_TEXT, UsageError, listed, require, shortened
 from ..hooks import ALERTS, alert_fields, as_float
 from ..runs import EXPLANATION, REWINDS, SUMMARY, Record, RunRecord, forward_emits, history_without_metrics, record_of
-from .curves import NUMBERS, check_size, series_in
+from .curves import NUMBERS, check_size
 from .explanations import read_explained
 from .run_index import FoundRun, inspect_run
 
