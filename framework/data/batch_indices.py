@@ -1,9 +1,10 @@
 """Row indices of an epoch's batches, starting at any batch, from a DataLoader's samplers, without loading rows."""
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import count, islice
+from collections.abc import Callable, Iterator, Sequence, Sized
+from itertools import chain, count, islice
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
@@ -55,22 +56,23 @@ def rows_from(sampler: Any, start: int, draw: GeneratorOfBlock) -> Iterator[Any]
     For torch's sequential and random samplers, time and memory to the first row do not depend on ``start``. Other
     samplers are iterated over up to that row.
     """
+    if type(sampler) not in KNOWN:
+        return islice(sampler, start, None)
+    pieces = (piece for block in blocks_of(sampler, start, draw) for piece in block.split(PIECE))  # type: ignore[no-untyped-call]
+    rows = (row for piece in pieces for row in piece.tolist())
+    return map(sampler.indices.__getitem__, rows) if type(sampler) is SubsetRandomSampler else rows
+
+
+def blocks_of(sampler: Any, start: int, draw: GeneratorOfBlock) -> Iterator[Tensor]:
+    """Yield the order of a sampler of a :data:`KNOWN` class from row ``start`` on; of a subset, the positions."""
     if type(sampler) is SequentialSampler:
-        return iter(range(start, len(sampler.data_source)))
-    if type(sampler) is RandomSampler:
         rows = len(sampler.data_source)
-        return random_rows(rows, sampler.num_samples, start, draw, replacement=sampler.replacement)
-    if type(sampler) is SubsetRandomSampler:
-        rows = len(sampler.indices)
-        return map(sampler.indices.__getitem__, random_rows(rows, rows, start, draw, replacement=False))
-    return islice(sampler, start, None)
-
-
-def random_rows(rows: int, total: int, start: int, draw: GeneratorOfBlock, *, replacement: bool) -> Iterator[int]:
-    """Yield rows ``start`` to ``total`` of a random order of ``rows`` rows."""
-    for block in random_blocks(rows, total, start, draw, replacement=replacement):
-        for piece in block.split(PIECE):  # type: ignore[no-untyped-call]
-            yield from piece.tolist()
+        return (torch.arange(first, min(first + BLOCK, rows)) for first in range(start, rows, BLOCK))
+    if type(sampler) is RandomSampler:
+        rows, total = len(sampler.data_source), sampler.num_samples
+        return random_blocks(rows, total, start, draw, replacement=sampler.replacement)
+    rows = len(sampler.indices)
+    return random_blocks(rows, rows, start, draw, replacement=False)
 
 
 def random_blocks(rows: int, total: int, start: int, draw: GeneratorOfBlock, *, replacement: bool) -> Iterator[Tensor]:
@@ -133,3 +135,53 @@ def on_streams(
                 return
             position, restore = streams.save(), restorer(generators)
         yield value
+
+
+def rows_by_function(batches: BatchSampler, start: int, draw: GeneratorOfBlock) -> Iterator[Tensor] | None:
+    """Return the rows of each batch from batch ``start`` on, for samplers of a :data:`KNOWN` class, without a list.
+
+    The result is ``None`` if a subset's indices are not integers.
+    """
+    sampler: Any = batches.sampler
+    blocks = blocks_of(sampler, start * batches.batch_size, draw)
+    if type(sampler) is SubsetRandomSampler:
+        subset = as_numbers(sampler.indices)
+        if subset is None:
+            return None
+        blocks = (subset[block] for block in blocks)
+    return _in_batches(blocks, batches.batch_size, drop_last=batches.drop_last)
+
+
+def _in_batches(blocks: Iterator[Tensor], size: int, *, drop_last: bool) -> Iterator[Tensor]:
+    left = torch.empty(0, dtype=torch.int64)
+    for block in blocks:
+        joined = torch.cat([left, block])
+        complete = len(joined) - len(joined) % size
+        left = joined[complete:]
+        yield from joined[:complete].split(size) if complete else ()  # type: ignore[no-untyped-call]
+    if len(left) and not drop_last:
+        yield left
+
+
+def as_numbers(indices: Any) -> Tensor | None:
+    """Return indices as int64; ``None`` for keys that are not integers."""
+    try:
+        array = np.asarray(indices)  # many times faster for a list than torch
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return torch.from_numpy(array.astype(np.int64)) if array.ndim == 1 and array.dtype.kind in "iu" else None
+
+
+def draw_all_rows(
+    dataloader: "DataLoader[Any]", streams: RandomStreams, epoch: int, start: int, draw: GeneratorOfBlock, most: int
+) -> Iterator[Tensor] | None:
+    """Return the rows of at most ``most`` batches by iterating over the samplers; ``None`` unless all are integers."""
+    samplers = samplers_of(dataloader)
+    generators = dataset_generators(*samplers)
+    with streams.preserved(), undisturbed(generators):
+        start_epoch(streams, epoch, samplers, generators)
+        batches = [*islice(batch_indices(dataloader, start, draw), max(0, most))]
+    if not all(isinstance(batch, Sized) for batch in batches):
+        return None
+    numbers = as_numbers([*chain.from_iterable(batches)]) if batches else torch.empty(0, dtype=torch.int64)
+    return None if numbers is None else iter(numbers.split([*map(len, batches)]))  # type: ignore[no-untyped-call]

@@ -14,11 +14,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from ..errors import UsageError
 from ..state import RandomStreams
-from .batch_indices import batch_indices, draws_by_function, on_streams, samplers_of
+from .batch_indices import batch_indices, draw_all_rows, draws_by_function, on_streams, rows_by_function, samplers_of
 from .generators import all_holders, dataset_generators, seed_all, undisturbed
 from .loader_inspection import preserved_loader
 from .loaders import Batch, Loader, SourceOfRows, as_defined, derived_seed
-from .sampled_rows import draw_all_rows, rows_of_known_sampler
 
 
 @dataclass(eq=False)
@@ -203,7 +202,7 @@ class TorchLoader(Loader):
             return None
         if draws_by_function(source):
             batches: Any = source.batch_sampler
-            return None if batches is None else rows_of_known_sampler(batches, start, partial(self._draw, epoch))
+            return None if batches is None else rows_by_function(batches, start, partial(self._draw, epoch))
         with preserved_loader(self):
             return draw_all_rows(source, self._streams, epoch, start, partial(self._draw, epoch), len(self) - start)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopscope.data.batch_indices import BLOCK, batch_indices, random_rows, rows_from
+from loopscope.data.batch_indices import BLOCK, batch_indices, random_blocks, rows_from
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 
@@ -15,12 +15,16 @@ def draw(block: int) -> torch.Generator:
     return torch.Generator().manual_seed(1000 + block)
 
 
+def random_rows(rows: int, total: int, start: int, *, replacement: bool) -> list[int]:
+    return [row for block in random_blocks(rows, total, start, draw, replacement=replacement) for row in block.tolist()]
+
+
 @given(rows=st.integers(1, 30), total=st.integers(0, 100), start=st.integers(0, 110), replacement=st.booleans())
 @settings(deadline=None)
 def test_random_order_is_same_from_any_row(rows, total, start, replacement):
     """Reading from a later row gives the rest of the whole order, with and without replacement."""
-    full_order = list(random_rows(rows, total, 0, draw, replacement=replacement))
-    assert list(random_rows(rows, total, start, draw, replacement=replacement)) == full_order[start:]
+    full_order = random_rows(rows, total, 0, replacement=replacement)
+    assert random_rows(rows, total, start, replacement=replacement) == full_order[start:]
     assert len(full_order) == total
     assert set(full_order) <= set(range(rows))
 
@@ -28,7 +32,7 @@ def test_random_order_is_same_from_any_row(rows, total, start, replacement):
 @given(rows=st.integers(1, 30), total=st.integers(0, 100))
 def test_rows_without_replacement_occur_equally_often(rows, total):
     """The counts of two rows differ by at most one."""
-    counts = Counter(random_rows(rows, total, 0, draw, replacement=False))
+    counts = Counter(random_rows(rows, total, 0, replacement=False))
     assert all(total // rows <= counts[row] <= -(-total // rows) for row in range(rows))
 
 
@@ -36,14 +40,14 @@ def test_blocks_of_long_order_join_seamlessly():
     """Reading may start just before, at or after a block boundary."""
     for replacement in (False, True):
         rows, total = 2 * BLOCK + 5, 2 * BLOCK + 3
-        full_order = list(random_rows(rows, total, 0, draw, replacement=replacement))
+        full_order = random_rows(rows, total, 0, replacement=replacement)
         for start in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK):
-            assert list(random_rows(rows, total, start, draw, replacement=replacement)) == full_order[start:]
+            assert random_rows(rows, total, start, replacement=replacement) == full_order[start:]
         assert len(set(full_order)) == total or replacement
 
 
 def test_draws_with_replacement_differ_from_block_to_block():
-    full_order = list(random_rows(1000, 2 * BLOCK, 0, draw, replacement=True))
+    full_order = random_rows(1000, 2 * BLOCK, 0, replacement=True)
     assert full_order[:BLOCK] != full_order[BLOCK:]
     assert sum(full_order) / len(full_order) == pytest.approx(499.5, abs=4)  # five standard errors
 
@@ -73,7 +77,7 @@ def test_long_order_is_not_stored_as_list():
     """Reading from an order of two million rows takes less than 10 MB."""
     tracemalloc.start()
     try:
-        rows = random_rows(2_000_000, 2_000_000, 500_000, draw, replacement=False)
+        rows = rows_from(RandomSampler(range(2_000_000)), 500_000, draw)
         assert 0 <= next(rows) < 2_000_000
         assert tracemalloc.get_traced_memory()[1] < 10e6  # a list of all rows takes 80 MB
     finally:
