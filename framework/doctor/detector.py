@@ -78,7 +78,7 @@ class Detector(ABC):
 class SetUpDetector(Detector):
     """Looks for a mistake in what the script decides: its data, loss, model, loop, optimizer or schedule."""
 
-    stage = "set-up"
+    stage: ClassVar[Stage] = "set-up"
 
 
 class HooklessDetector(SetUpDetector):
