@@ -1,27 +1,31 @@
 """The arguments of a model's forward passes, for loops whose batches are unknown."""
 
-import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from inspect import CO_VARKEYWORDS, signature
+from inspect import signature
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..isolation import VISITS
-from ..state import InternalFunction, Transient
+from ..state import Transient
 
 Receiver = Callable[..., None]
 """Receives the only argument of a pass, or the arguments by name, and as ``train`` whether it ran in train mode."""
+_WAITING: "dict[int, tuple[ref[ForwardArguments], ...]]" = {}
+"""The objects that wait for the passes of a module, by its id."""
+_OBSERVED = Counter[type[nn.Module]]()
+"""How many of them observe modules of a class."""
 
 
 class ForwardArguments(Transient):
     """Passes the arguments of the next pass with gradients on to ``receive``, at each call of :meth:`arm`.
 
-    It is a hook of all modules, which the next pass in train mode removes: a hook of the model would be in every copy
-    and file of it. Around a compiled module, which warns of such hooks, it is a hook of the wrapper, outside of the
-    compiled region; around one that is compiled in place, a function that calls the compiled one.
+    ``nn.Module.__call__`` calls what a module has as ``_compiled_call_impl``, without which it calls ``_call_impl``.
+    :func:`_call` has this place in the classes of the modules: a hook of a module would be in every copy and file of
+    it, and any hook lets torch take 5 µs longer for a pass. The compiler looks at hooks, but not at this attribute.
+    Of a module that was compiled in place, which has its compiled function there, a function calls that one.
 
     Args:
         modules: the model, and the wrapper around it that the loop calls, if any.
@@ -37,38 +41,22 @@ class ForwardArguments(Transient):
         is_in_hook: Callable[[], bool],
         note_evaluation: Callable[[bool], None] | None = None,
     ) -> None:
-        self._modules = modules  # which are alive as long as this object
-        self._forwards = {id(module): _with_one_argument(module) for module in modules}
+        # Passes of a compiled module are those of the wrapper that torch.compile has made, which has no public name and
+        # takes seconds to import.
+        wrappers = [module for module in modules if type(module).__module__ == "torch._dynamo.eval_frame"]
+        # These modules are alive as long as this object.
+        self._modules = list({id(module): module for module in wrappers or modules}.values())
         self._receive, self._is_in_hook = receive, is_in_hook
         self._note_evaluation = note_evaluation
-        self._handle: Any = None
-        self._hooks: dict[int, Any] | None = None
-        """torch's table of the hooks of all modules, once this object has been one."""
-        self._key = 0  # in this table
-        self._is_armed = self._has_received = self._is_given_up = False
-        # OptimizedModule has no public name and takes seconds to import.
-        wrappers = [module for module in modules if type(module).__module__ == "torch._dynamo.eval_frame"]
-        self._wrapper = next(iter(wrappers), None)
-        compiled = [module for module in modules if module._compiled_call_impl is not None and not wrappers]
-        self._compiled = _CompiledCall(compiled[0], self._note_compiled) if compiled else None
+        self.is_armed = self._has_received = self._is_given_up = False
+        self._remove: list[Callable[[], None]] | None = None
+        """Restores the modules, once this object has been armed."""
 
     def arm(self) -> None:
         """Wait for the next pass."""
-        if self._is_armed or self._is_given_up:
-            return
-        self._is_armed = True
-        with VISITS:
-            if self._hooks is not None:
-                # A new handle would let the tripwire count all hooks of the model again, in every step.
-                self._hooks[self._key] = self
-            elif self._compiled is not None:
-                self._compiled.install()
-            elif self._wrapper is not None:
-                hook = InternalFunction(self._note)
-                self._handle = self._wrapper.register_forward_pre_hook(hook, with_kwargs=True)
-            else:
-                self._handle = register_module_forward_pre_hook(self)
-                self._hooks, self._key = self._handle.hooks_dict_ref(), self._handle.id
+        if self._remove is None:
+            self._remove = [_observe(module, self) for module in self._modules]
+        self.is_armed = not self._is_given_up
 
     def receive_by(self, receive: Receiver) -> None:
         """Replace the receiver."""
@@ -76,60 +64,32 @@ class ForwardArguments(Transient):
 
     def disarm(self) -> None:
         """Wait no longer."""
-        is_armed, self._is_armed = self._is_armed, False
-        # A compiled function stays replaced: an attribute of the model should not change in each step.
-        if is_armed and self._compiled is None:
-            with VISITS:
-                if self._hooks is not None:
-                    self._hooks.pop(self._key, None)
-                else:
-                    self._handle.remove()
+        self.is_armed = False
 
     def stop(self) -> None:
-        """Wait no longer, and leave no function around a compiled one."""
-        self.disarm()
-        if self._compiled is not None:
-            self._compiled.remove()
+        """Wait no longer, and restore the modules."""
+        self.is_armed = False
+        for remove in self._remove or ():
+            remove()
+        self._remove = None
 
     def end_step(self) -> None:
         """Wait for the pass of the next step; give up if this one had none, as in a compiled function."""
-        if not self._has_received:
-            self._is_given_up = True
-            self.disarm()
-        self._has_received = False
-        self.arm()
+        self._is_given_up = self._is_given_up or not self._has_received
+        self._has_received, self.is_armed = False, not self._is_given_up
 
     def receive(self, batch: Any, *, train: bool) -> None:
         """Pass on the arguments of a pass that has begun before this object was armed."""
-        if train and self._is_armed:
-            self.disarm()
+        self.is_armed = self.is_armed and not train
         self._receive(batch, train=train)
-        if train and self._is_armed:  # the pass has ended the step before, which has armed this object
-            self.disarm()
+        if train:  # the pass may have ended the step before, which has armed this object
+            self.is_armed = False
         self._has_received = True
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Note a pass of any module."""
-        if torch.compiler.is_compiling():  # without an effect in a graph; end_step removes the hook
-            return
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # within torch.func, with wrapped tensors
-            return
-        if id(module) not in self._forwards:
-            return
-        takes_one = self._forwards[id(module)] is type(module).forward and "forward" not in vars(module)
-        if takes_one and len(inputs) == 1 and torch.is_grad_enabled() and not self._is_in_hook():
-            self.receive(inputs[0], train=module.training)
-        else:
-            # torch has no hook of all modules with keyword arguments; its Module._call_impl has them under this name.
-            self._note(module, inputs, sys._getframe(1).f_locals.get("kwargs", {}))
-
-    def _note_compiled(self, module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        if self._is_armed:
-            self._note(module, inputs, options)
-
-    def _note(self, module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        if self._is_in_hook():
-            return
+    def note(self, module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        """Note a pass of one of the modules."""
+        if torch._C._functorch.peek_interpreter_stack() is not None or self._is_in_hook():
+            return  # within torch.func, with wrapped tensors, or in a hook
         if torch.is_grad_enabled():
             # A pass in eval mode may be one of an evaluation with gradients on.
             self.receive(arguments_of(module, inputs, options), train=module.training)
@@ -137,15 +97,44 @@ class ForwardArguments(Transient):
             self._note_evaluation(module.training)
 
 
+def _observe(module: nn.Module, waiting: ForwardArguments) -> Callable[[], None]:
+    """Let an object note the passes of a module; return a function that ends it."""
+    if vars(module).get("_compiled_call_impl") is not None:
+        return _CompiledCall(module, waiting).remove
+    key, kind, own = id(module), type(module), ref(waiting)
+    _WAITING[key] = (*_WAITING.get(key, ()), own)
+    _OBSERVED[kind] += 1
+    if kind._compiled_call_impl is None:
+        kind._compiled_call_impl = _call
+
+    def remove() -> None:
+        others = tuple(item for item in _WAITING.pop(key) if item is not own)
+        if others:
+            _WAITING[key] = others
+        _OBSERVED[kind] -= 1
+        if not _OBSERVED[kind] and vars(kind).get("_compiled_call_impl") is _call:
+            del kind._compiled_call_impl
+
+    return remove
+
+
+def _call(module: Any, *inputs: Any, **options: Any) -> Any:
+    """Call a module as torch does, after those that wait for its passes have noted this one."""
+    if id(module) in _WAITING and not torch.compiler.is_compiling():
+        for item in _WAITING[id(module)]:
+            waiting = item()
+            if waiting is not None and waiting.is_armed:
+                waiting.note(module, inputs, options)
+    return module._call_impl(*inputs, **options)
+
+
 class _CompiledCall(Transient):
-    """Calls the compiled function of a module that was compiled in place, and ``note`` before it."""
+    """Calls the compiled function of a module that was compiled in place, after an object has noted the pass."""
 
-    def __init__(self, module: nn.Module, note: Callable[..., None]) -> None:
-        self._module, self._note, self._call = module, note, module._compiled_call_impl
-
-    def install(self) -> None:
-        """Replace the compiled function, which torch keeps in a private attribute."""
-        self._module._compiled_call_impl = self
+    def __init__(self, module: nn.Module, waiting: ForwardArguments) -> None:
+        """Take the place of the compiled function, which torch keeps in a private attribute."""
+        self._module, self._waiting, self._call = module, ref(waiting), module._compiled_call_impl
+        module._compiled_call_impl = self
 
     def remove(self) -> None:
         """Restore the compiled function, unless others have replaced it."""
@@ -154,21 +143,11 @@ class _CompiledCall(Transient):
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Note the arguments of a pass, and run it."""
-        self._note(self._module, inputs, options)
+        waiting = self._waiting()
+        if waiting is not None and waiting.is_armed:
+            waiting.note(self._module, inputs, options)
         assert self._call is not None
         return self._call(*inputs, **options)
-
-
-def _with_one_argument(module: nn.Module) -> Any:
-    """Return the forward function of a module's class if it takes one argument only, ``None`` otherwise.
-
-    A call of it with one argument has none by name.
-    """
-    forward: Any = type(module).forward
-    code = getattr(forward, "__code__", None)
-    if code is None or hasattr(forward, "__wrapped__") or code.co_argcount != 2:
-        return None
-    return None if code.co_kwonlyargcount or code.co_flags & CO_VARKEYWORDS else forward
 
 
 def arguments_of(module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:

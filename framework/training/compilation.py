@@ -57,7 +57,7 @@ def is_compiled(model: nn.Module) -> bool:
     # Private, since torch has no public test: Module.compile sets an attribute, and torch.compile returns a module of
     # another class, which is identified by the name of its module because importing torch._dynamo takes seconds.
     return any(
-        module._compiled_call_impl is not None or type(module).__module__ == "torch._dynamo.eval_frame"
+        vars(module).get("_compiled_call_impl") is not None or type(module).__module__ == "torch._dynamo.eval_frame"
         for module in model.modules()
     )
 

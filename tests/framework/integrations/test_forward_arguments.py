@@ -1,5 +1,7 @@
 """Loops whose batches have no tensors, or are not reported: the checks read the arguments of the forward pass."""
 
+import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,3 +109,86 @@ def test_unseen_passes_are_named(kind: str, tmp_path: Path) -> None:
 def test_no_hook_remains_after_the_end(kind: str, tmp_path: Path) -> None:
     train(tmp_path / "run", kind)
     assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+class Half(nn.Module):
+    """A linear layer, whose batches are halved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the outputs for half of each row."""
+        return self.layer(rows / 2)
+
+
+def test_copies_and_other_models_run_their_own_weights(tmp_path: Path) -> None:
+    """The pass is noticed in the class of the model, which copies and other models share."""
+    model, other = Half(), Half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    copied = copy.deepcopy(model)
+    rows = torch.randn(3, 4)
+    with loopscope.attach(model, optimizer, hooks=[], loop="step", out=tmp_path / "run", display="none") as scope:
+        names = set(vars(model))
+        model(rows).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        replica = Half.__new__(Half)
+        replica.__dict__ = {**vars(model), "_modules": {"layer": nn.Linear(4, 1)}}  # as nn.DataParallel makes it
+        stored = pickle.loads(pickle.dumps(model))
+        assert set(vars(model)) == names == set(vars(Half()))
+        for item in (other, copied, replica, stored, copy.deepcopy(model)):
+            assert torch.equal(item(rows), item.layer(rows / 2))
+        assert scope._attached.driver.loop.step == 1
+    assert Half._compiled_call_impl is None
+
+
+def test_scopes_of_one_class_see_their_own_passes(tmp_path: Path) -> None:
+    models = [Half(), Half()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    scopes = [
+        loopscope.attach(model, optimizer, hooks=[], loop="step", out=tmp_path / str(index), display="none")
+        for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True))
+    ]
+    for index in (0, 1, 1, 0, 1):
+        models[index](torch.randn(3, 4)).sum().backward()
+        optimizers[index].step()
+        optimizers[index].zero_grad()
+    assert [scope._attached.driver.loop.step for scope in scopes] == [2, 3]
+    scopes[0].close()
+    assert Half._compiled_call_impl is not None
+    models[1](torch.randn(3, 4)).sum().backward()
+    optimizers[1].step()
+    scopes[1].close()
+    assert Half._compiled_call_impl is None
+    assert scopes[1]._attached.driver.loop.step == 4
+
+
+@pytest.mark.compile
+def test_compiled_functions_have_the_same_graph(tmp_path: Path) -> None:
+    """The compiler follows a call of the model as without the scope."""
+    model = Half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    def step(rows: Tensor) -> Tensor:
+        return model(rows).sum()
+
+    torch.compile(step, backend=backend, fullgraph=True)(torch.randn(3, 4))
+    with loopscope.attach(model, optimizer, hooks=[], loop="step", out=tmp_path / "run", display="none"):
+        torch._dynamo.reset()
+        compiled = torch.compile(step, backend=backend, fullgraph=True)
+        for _ in range(3):
+            compiled(torch.randn(3, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        compiled_model = torch.compile(model, backend=backend, fullgraph=True)
+        compiled_model(torch.randn(3, 4))
+    assert len(graphs) == 3
+    assert graphs[0] == graphs[1]
+    torch._dynamo.reset()
