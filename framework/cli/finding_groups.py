@@ -57,14 +57,14 @@ def group_lines(groups: Sequence[Mapping[str, Any]], count: int, width: int) -> 
         yield f"  {group['severity']}: {group['id']} in {group['runs']} of {group['of']} runs"
         for item in group["settings"]:
             (runs, having), (others, rest) = item["runs"], item["others"]
-            same = (
-                f"; {', '.join(item['same_as'])} {'divides' if len(item['same_as']) == 1 else 'divide'} the runs alike"
-            )
+            others_alike = item.get("same_as", ())
+            verb = "divides" if len(others_alike) == 1 else "divide"
+            same = f"; {', '.join(others_alike)} {verb} the runs alike" if others_alike else ""
             text = (
                 f"{having} of {runs} runs with {item['condition']}, {rest} of {others} others (p = {item['holm']:.1g}"
             )
             yield from textwrap.wrap(
-                f"{text}{same if item.get('same_as') else ''})",
+                f"{text}{same})",
                 width,
                 initial_indent="    ",
                 subsequent_indent="      ",

@@ -42,6 +42,16 @@ def test_findings_come_with_their_settings(sweep: Path, capsys) -> None:
     assert lines[2].startswith("    9 of 10 runs with lr = 0.003, 0 of 10 others (p = 0.001; learning_rate divides")
 
 
+def test_settings_may_divide_the_runs_alone(sweep: Path, capsys) -> None:
+    """No other setting divides the runs as the learning rate does."""
+    for path in sweep.glob(f"*/{CONFIG}"):
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps({**content, "training": {}}))
+    assert main(["doctor", str(sweep), "--all"]) == 0
+    third = capsys.readouterr().out.splitlines()[2]
+    assert third.startswith("    9 of 10 runs with lr = 0.003, 0 of 10 others (p = 0.001)")
+
+
 def test_groups_fit_the_schema(sweep: Path, capsys) -> None:
     assert main(["doctor", str(sweep), "--json", "--all"]) == 0
     content = json.loads(capsys.readouterr().out)
