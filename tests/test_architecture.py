@@ -51,7 +51,18 @@ ORDER = (
     *("isolation", "data", "training", "hooks", "hooks.selection", "taps", "lowbit.casts", "lowbit"),
     *("engine", "loops", "checkpoints"),
     *("laboratory", "doctor", "doctor.senses", "doctor.detectors"),
-    *("runs", "sweeps", "report", "console", "laboratory.questions", "observing", "laws", "laws.shipped"),
+    *(
+        "runs",
+        "seed_groups",
+        "sweeps",
+        "report",
+        "many_runs",
+        "console",
+        "laboratory.questions",
+        "observing",
+        "laws",
+        "laws.shipped",
+    ),
     *("testing", "integrations", "cli"),
 )
 """The rooms and top-level files of ``framework/``, lowest first: each imports only lower ones."""

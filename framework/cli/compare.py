@@ -9,6 +9,7 @@ from typing import Any
 
 from ..console import in_columns, number_text, printable, shortened, split_columns
 from ..errors import listed, require
+from ..many_runs import indexed_runs
 from ..report import compare_runs, run_labels
 from ..runs import READ
 from .listing import WIDE, runs_in
@@ -39,8 +40,11 @@ def compare(words: Sequence[str]) -> None:
     given = compare_parser().complete(words)
     require(bool(given["RUN"]), "loopscope compare needs RUN...: folders of runs, or folders that contain runs.")
     require(not (given["json"] and given["markdown"]), "--json and --markdown exclude each other.")
-    runs = {run.path.resolve(): run for folder in given["RUN"] for run in runs_in(Path(folder), READ)}
-    comparison = compare_runs(list(runs.values()), given["metrics"])
+    with indexed_runs() as index:
+        runs = {run.path.resolve(): run for folder in given["RUN"] for run in runs_in(index, Path(folder), READ)}
+        scan_of = partial(index.scan, is_default=not given["metrics"])
+        difference_of = index.first_difference
+        comparison = compare_runs([*runs.values()], given["metrics"], scan_of=scan_of, difference_of=difference_of)
     if given["markdown"] and given["max_bytes"] is None:
         given["max_bytes"] = 0
     fields = ("first_differences", "differences", "tests", "spreads", "sentences", "runs")

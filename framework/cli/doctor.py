@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ..doctor import Diagnosis, Severity, diagnose, diagnosis_lines
+from ..doctor import Diagnosis, Severity, diagnosis_lines
 from ..errors import counted, listed, require
-from ..report import inspect_run
-from ..runs import read_history, read_step_times, run_folders
+from ..many_runs import IndexedRuns, indexed_runs
+from ..runs import READ, RunRecord, read_step_times
 from .finding_groups import finding_groups, group_lines
 from .output import Kept, Output, ReportedError, with_output_options
 from .parser import CommandParser, line_width
@@ -23,7 +23,7 @@ def doctor_parser() -> CommandParser:
     """Build the parser of ``loopscope doctor``."""
     about = "Diagnose a run: what is wrong in its training, why, and what to do next. Works while it runs, too."
     parser = CommandParser("doctor RUN [--test] [--json] [--fail-on SEVERITY]", about)
-    parser.add_argument("RUN", nargs="*", help="the folder of a run, or of an experiment for all its strategies")
+    parser.add_argument("RUN", nargs="*", help="the folder of a run, or a folder with runs at any depth")
     with_output_options(parser)
     severities = "exit with status 1 if a finding has at least this severity"
     test = "rewind the run to before each finding, and try one change at a time in branches; trains about 30 branches"
@@ -45,8 +45,10 @@ def doctor(words: Sequence[str]) -> None:
     require(len(given["RUN"]) == 1, f"loopscope doctor takes the folder of one run, but got {len(given['RUN'])}.")
     is_changed = (given["branches"], given["steps"]) != (BRANCHES, STEPS)
     require(given["test"] or not is_changed, "--branches and --steps are options of the tests; add --test.")
-    folders = run_folders(Path(given["RUN"][0]), "doctor")
-    diagnoses = {folder: _diagnosed(folder) for folder in folders}
+    with indexed_runs() as runs:
+        folders = runs.folders(Path(given["RUN"][0]), "doctor")
+        diagnosed = {folder: _diagnosed(folder, runs) for folder in folders}
+    diagnoses = {folder: diagnosis for folder, (diagnosis, _) in diagnosed.items()}
     if given["test"]:
         from .doctor_tests import with_tests  # trains, unlike the diagnosis of a record
 
@@ -54,7 +56,8 @@ def doctor(words: Sequence[str]) -> None:
             folder: with_tests(folder, diagnosis, given["branches"], given["steps"], as_json=given["json"])
             for folder, diagnosis in diagnoses.items()
         }
-    groups = finding_groups(diagnoses) if len(diagnoses) > 1 else []
+    records = [record for _, record in diagnosed.values()]
+    groups = finding_groups([*diagnoses.values()], records) if len(diagnoses) > 1 else []
     content = _as_json(diagnoses) | ({"groups": groups} if len(diagnoses) > 1 else {})
     fields = ("missing", "findings", "runs", "groups")
     cut: dict[str, Kept] = {name: "first" for name in fields if name in content}
@@ -63,10 +66,11 @@ def doctor(words: Sequence[str]) -> None:
         _fail_on(given["fail_on"], diagnoses)
 
 
-def _diagnosed(folder: Path) -> Diagnosis:
-    """Return the diagnosis of a run, with a sentence about lost or damaged files."""
-    diagnosis, problem = diagnose(read_history(folder)), inspect_run(folder).problem
-    return replace(diagnosis, missing=[problem, *diagnosis.missing]) if problem else diagnosis
+def _diagnosed(folder: Path, runs: IndexedRuns) -> tuple[Diagnosis, RunRecord]:
+    """Return the diagnosis of a run, with a sentence about lost or damaged files, and its record."""
+    diagnosis, run = runs.diagnosis(folder), runs.run(folder, READ)
+    diagnosis = replace(diagnosis, missing=[run.problem, *diagnosis.missing]) if run.problem else diagnosis
+    return diagnosis, run.record or RunRecord.read(folder)
 
 
 def _as_json(diagnoses: dict[Path, Diagnosis]) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def _recorded_pairs(given: argparse.Namespace) -> Iterator[tuple[Values, Values]
     """Return the pairs of two folders with runs, paired by their order; ``None`` if commands were given."""
     if given.git or len(given.sides) != 2 or not all(map(os.path.isdir, given.sides)):
         return None
-    from ..report import find_runs
+    from ..many_runs import find_runs
 
     a, b = ([run.path for run in find_runs(Path(side))] for side in given.sides)
     numbers = f"{counted(len(a), 'run')} and {counted(len(b), 'run')}"

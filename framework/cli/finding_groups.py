@@ -3,7 +3,6 @@
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from ..doctor import Diagnosis
@@ -16,15 +15,15 @@ UNTESTED = ("output_dir", "name", "command")
 """Entries of records that are no settings of a training."""
 
 
-def finding_groups(diagnoses: Mapping[Path, Diagnosis]) -> list[dict[str, Any]]:
+def finding_groups(diagnoses: Sequence[Diagnosis], records: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Return the findings of runs as plain values, the most severe and frequent first, with significant settings."""
     severities: dict[str, list[str]] = {}
     affected: dict[str, list[int]] = {}
-    for index, diagnosis in enumerate(diagnoses.values()):
+    for index, diagnosis in enumerate(diagnoses):
         for finding in {finding.id: finding for finding in reversed(diagnosis.findings)}.values():
             severities.setdefault(finding.id, []).append(finding.severity)
             affected.setdefault(finding.id, []).append(index)
-    settings = associations(affected, [_settings_of(RunRecord.read(folder)) for folder in diagnoses])
+    settings = associations(affected, [*map(_settings_of, records)])
     groups = [
         {
             "id": name,
@@ -63,12 +62,7 @@ def group_lines(groups: Sequence[Mapping[str, Any]], count: int, width: int) -> 
             text = (
                 f"{having} of {runs} runs with {item['condition']}, {rest} of {others} others (p = {item['holm']:.1g}"
             )
-            yield from textwrap.wrap(
-                f"{text}{same})",
-                width,
-                initial_indent="    ",
-                subsequent_indent="      ",
-            )
+            yield from textwrap.wrap(f"{text}{same})", width, initial_indent="    ", subsequent_indent="      ")
 
 
 def _importance(group: Mapping[str, Any]) -> tuple[int, int, str]:

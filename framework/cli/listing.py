@@ -23,7 +23,8 @@ from ..console import (
 )
 from ..doctor import StepTimes, finding_lines, memory_text
 from ..errors import UsageError, counted
-from ..report import EVALUATED_BY, FoundRun, find_runs, inspect_run
+from ..many_runs import IndexedRuns, indexed_runs
+from ..report import EVALUATED_BY, FoundRun, inspect_run
 from ..runs import ATTACHED_RUNS, SETTINGS, ExperimentConfig, RunRecord, require, run_folders
 from .job_listing import ListedJobs, watch_lines
 from .output import Output, with_output_options
@@ -59,7 +60,7 @@ def ls(words: Sequence[str]) -> None:
 
     def look() -> tuple[list[FoundRun], ListedJobs]:
         jobs = ListedJobs.of(map(Path, folders or DEFAULT_FOLDERS))
-        find = partial(runs_in, Path(folders[0])) if folders else runs_by_default
+        find = partial(runs_in, index, Path(folders[0])) if folders else partial(runs_by_default, index)
         runs = find(or_none=bool(jobs.jobs))
         waiting = jobs.not_begun(runs)
         return sorted([*runs, *waiting], key=attrgetter("path.parts")) if waiting else runs, jobs
@@ -67,31 +68,34 @@ def ls(words: Sequence[str]) -> None:
     def lines_of(runs: Sequence[FoundRun], jobs: ListedJobs) -> list[str]:
         return list(in_columns([_row(run, width, jobs.text(run)) for run in runs], width, flexible=("run", "final")))
 
-    if given["watch"]:
-        watch_lines(look, lines_of)
-        return
-    runs, jobs = look()
-    newest_first = sorted(runs, key=lambda run: -run.began)
-    shown = [{**run_content(run), **jobs.content(run)} for run in newest_first] if given["json"] else []
-    content = {"count": len(runs), "runs": shown}
-    Output.of("ls", words, given).write(content, {"runs": "first"}, partial(lines_of, runs, jobs))
+    with indexed_runs() as index:
+        if given["watch"]:
+            watch_lines(look, lines_of)
+            return
+        runs, jobs = look()
+        newest_first = sorted(runs, key=lambda run: -run.began)
+        shown = [{**run_content(run), **jobs.content(run)} for run in newest_first] if given["json"] else []
+        content = {"count": len(runs), "runs": shown}
+        Output.of("ls", words, given).write(content, {"runs": "first"}, partial(lines_of, runs, jobs))
 
 
-def runs_in(folder: Path, read: Collection[str] = SETTINGS, *, or_none: bool = False) -> list[FoundRun]:
+def runs_in(
+    index: IndexedRuns, folder: Path, read: Collection[str] = SETTINGS, *, or_none: bool = False
+) -> list[FoundRun]:
     """Return the runs in a folder and its subfolders; raises :class:`UsageError` for none, unless ``or_none``."""
-    runs = find_runs(folder, read) if folder.is_dir() else []
+    runs = index.find(folder, read) if folder.is_dir() else []
     problem = "has no runs" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
     require(or_none or bool(runs), f"{folder} {problem}; loopscope ls FOLDER lists the runs in FOLDER.")
     return runs
 
 
-def runs_by_default(*, or_none: bool = False) -> list[FoundRun]:
+def runs_by_default(index: IndexedRuns, *, or_none: bool = False) -> list[FoundRun]:
     """Return the runs in the default folders of experiments and attached runs.
 
     Raises:
         UsageError: if there are none, unless ``or_none``.
     """
-    runs = [run for name in DEFAULT_FOLDERS if Path(name).is_dir() for run in find_runs(Path(name))]
+    runs = [run for name in DEFAULT_FOLDERS if Path(name).is_dir() for run in index.find(Path(name))]
     folders = " and ".join(DEFAULT_FOLDERS)
     require(
         or_none or bool(runs), f"There are no runs in {folders}; loopscope ls FOLDER lists the runs in another folder."

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 from ..names_on_demand import names_on_demand
 
 if TYPE_CHECKING:
-    from .comparison import compare_runs, differing_parts
+    from .comparison import compare_runs, differing_parts, evaluations
     from .curves import EVALUATED_BY, read_curves
-    from .run_index import FoundRun, find_runs, inspect_run, read_run
+    from .record_scan import MetricSummary, Scan, first_difference, scan
+    from .run_index import FoundRun, inspect_run, read_run
     from .page import MARK, page_of
     from .panels import elided, Look, Picture, hook_panels, hook_picture, matcher, metric_picture, run_labels
     from .plotting import picture_of, plot, read_runs, save_picture, seeds_picture
@@ -17,8 +18,8 @@ else:
     __getattr__ = names_on_demand(__name__)
 
 __all__ = [
-    "EVALUATED_BY", "LOSSES", "MARK", "FoundRun", "Look", "Picture", "ShownRun", "compare_runs",
-    "differing_parts", "direction_of", "elided", "find_runs", "hook_panels", "hook_picture", "inspect_run", "matcher",
-    "metric_picture", "ordered", "page_of", "picture_of", "plot", "read_curves", "read_run", "read_runs", "read_shown",
-    "run_labels", "save_picture", "seeds_picture",
+    "EVALUATED_BY", "LOSSES", "MARK", "FoundRun", "Look", "MetricSummary", "Picture", "Scan", "ShownRun",
+    "compare_runs", "differing_parts", "direction_of", "elided", "evaluations", "first_difference", "hook_panels",
+    "hook_picture", "inspect_run", "matcher", "metric_picture", "ordered", "page_of", "picture_of", "plot",
+    "read_curves", "read_run", "read_runs", "read_shown", "run_labels", "save_picture", "scan", "seeds_picture",
 ]

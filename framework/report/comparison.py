@@ -7,11 +7,12 @@ from typing import Any
 from ..errors import listed, require
 from ..names import as_names
 from ..runs import RunRecord, differences
+from ..seed_groups import groups_of
 from .curves import ACCURACIES, EVALUATED_BY
 from .panels import matcher, no_match, run_labels
 from .record_scan import Scan, first_difference, scan
 from .run_index import FoundRun
-from .seeds import contrast, correct, groups_of, no_contrast, spread_of
+from .seeds import contrast, correct, no_contrast, spread_of
 
 Row = dict[str, Any]
 # Compared parts of records, each with the entries that may differ between equivalent runs.
@@ -40,8 +41,20 @@ def differing_parts(records: Mapping[str, RunRecord]) -> list[Row]:
     return rows
 
 
-def compare_runs(found_runs: Sequence[FoundRun], patterns: str | Sequence[str] = ()) -> dict[str, list[Any]]:
+def compare_runs(
+    found_runs: Sequence[FoundRun],
+    patterns: str | Sequence[str] = (),
+    *,
+    scan_of: Callable[..., Scan] = scan,
+    difference_of: Callable[[Scan, Scan], dict[str, Any]] = first_difference,
+) -> dict[str, list[Any]]:
     """Compare the readable parts of runs in the matching metrics, by default those of the evaluation.
+
+    Args:
+        found_runs: the runs.
+        patterns: patterns of the metrics.
+        scan_of: :func:`scan`, or a function that knows its results.
+        difference_of: :func:`first_difference`, or a function that knows its results.
 
     Raises:
         UsageError: for fewer than two readable runs, and for a pattern without a match, with the nearest names.
@@ -52,7 +65,7 @@ def compare_runs(found_runs: Sequence[FoundRun], patterns: str | Sequence[str] =
     problem = f"loopscope compare takes two or more runs, but could read {len(records)}."
     require(len(records) > 1, " ".join([problem, *(run.problem for run in found_runs if run.record is None)]))
     wanted = matcher(patterns) if patterns else evaluations()
-    scans = {label: scan(runs[label].path, record.strategy, wanted) for label, record in records.items()}
+    scans = {label: scan_of(runs[label].path, record.strategy, wanted) for label, record in records.items()}
     names = {name: is_number for record_scan in scans.values() for name, is_number in record_scan.names.items()}
     for pattern in patterns:
         matching = list(filter(matcher([pattern]), names))
@@ -63,7 +76,7 @@ def compare_runs(found_runs: Sequence[FoundRun], patterns: str | Sequence[str] =
         **compare_over_seeds(runs, scans, last=bool(patterns)),
         "differences": differing_parts(records),
         "first_differences": [
-            {"run": other, "other": first, **first_difference(scans[first], scans[other])} for other in others
+            {"run": other, "other": first, **difference_of(scans[first], scans[other])} for other in others
         ],
     }
 

@@ -11,9 +11,10 @@ from ..errors import listed, require
 from ..option_words import option_text
 from ..optional_packages import require_package
 from ..runs import run_folders, warn_of_changes
+from ..seed_groups import groups_of
 from .curves import DrawnRun, read_curves
 from .panels import Look, Picture, matcher, metric_picture
-from .seeds import contrast, correct, groups_of, mean_curve
+from .seeds import contrast, correct, mean_curve
 
 if TYPE_CHECKING:
     from .drawing import Drawing

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
@@ -19,8 +18,6 @@ from ..optional_packages import require_package
 from ..runs import (
     CONFIG,
     READ,
-    REWINDS,
-    SETTINGS,
     SUMMARY,
     Completed,
     FailedSink,
@@ -187,26 +184,3 @@ def inspect_run(folder: Path, read: Collection[str] = READ) -> FoundRun:
     summary |= {name: content.get(name) for name in ("step_time", "peak_memory")}
     summary["hooks_left_out"] = [str(name) for name in left_out] if isinstance(left_out, Mapping) else []
     return FoundRun(folder, summary["status"], record, summary, changes_text(folder, read))
-
-
-def find_runs(folder: Path, read: Collection[str] = SETTINGS) -> list[FoundRun]:
-    """Return all runs in a folder and its subfolders, by path, including unreadable ones with their problem.
-
-    The endings ``read`` are those of :func:`inspect_run`.
-
-    Links within the folder are not followed, since they may lead anywhere. Rewinds belong to their run.
-    """
-    runs: list[FoundRun] = []
-    pending = [str(folder)]
-    while pending:
-        here = pending.pop()
-        try:
-            entries = list(os.scandir(here))
-        except OSError as error:
-            runs.append(FoundRun(Path(here), "damaged", problem=f"{here} cannot be read: {error.strerror}."))
-            continue
-        if any(entry.name == CONFIG for entry in entries):
-            runs.append(inspect_run(Path(here), read))
-            entries = [entry for entry in entries if entry.name != REWINDS]
-        pending += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-    return sorted(runs, key=attrgetter("path.parts"))

@@ -1,6 +1,5 @@
-"""Statistics over seeds: groups of runs with equal settings, their spread, and tests between two groups."""
+"""Statistics over seeds: the spread of a group of runs with equal settings, and tests between two groups."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -10,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import shortened
-from ..runs import RunRecord, differences
 from ..student_t import critical_t, two_sided_p
 from .curves import MetricCurve
 
@@ -19,7 +16,6 @@ Numbers = Mapping[int, float | None]  # by seed; None where a run has no such nu
 CONTRAST = ("difference", "low", "high", "t", "degrees_of_freedom", "p", "holm", "test", "seeds", "remark")
 LARGEST = 1e150  # its square is finite; larger numbers count as non-finite
 NO_SPREAD = 1e-12  # relative to the largest value: the rounding error of equal differences
-FEW = 3  # at most this many options name a group of a strategy
 
 
 def spread_of(values: Sequence[float | None]) -> dict[str, Any]:
@@ -94,29 +90,3 @@ def correct(contrasts: Sequence[dict[str, Any]]) -> None:
     largest = 0.0
     for rank, test in enumerate(tested):
         test["holm"] = largest = max(largest, min(1.0, test["p"] * (len(tested) - rank)))
-
-
-def groups_of(records: Mapping[str, RunRecord]) -> dict[str, str]:
-    """Return the name of each run's group: its strategy, and the options that distinguish it within the strategy."""
-    identities = {label: _identity(record) for label, record in records.items()}
-    names: dict[str, str] = {}
-    groups: dict[str, str] = {}
-    for label, identity in identities.items():
-        key = json.dumps(identity, sort_keys=True, default=str)
-        if key not in names:
-            rivals = [other for other in identities.values() if other["strategy"] == identity["strategy"]]
-            names_of_options = dict.fromkeys(item.name for rival in rivals for item in differences(identity, rival))
-            options = [f"{option} {shortened(str(identity.get(option)), 20)}" for option in [*names_of_options][:FEW]]
-            name = ", ".join([identity["strategy"], *options])
-            names[key] = name if name not in names.values() else f"{name} ({len(names) + 1})"
-        groups[label] = names[key]
-    return groups
-
-
-def _identity(record: RunRecord) -> dict[str, Any]:
-    settings = {**record.training, **record.config}
-    config = {name: value for name, value in settings.items() if name not in ("seed", "output_dir", "name")}
-    treatments = {name: record.hooks.get(name) for name in record.treatments}
-    # The strategy of an attached run is the name of its folder, which may contain the seed.
-    strategy = record.training.get("name", record.strategy)
-    return {"experiment": record.experiment, **config, "strategy": strategy, "treatments": treatments}

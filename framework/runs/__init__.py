@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from .file_manifest import ALL, READ, SETTINGS, changed_files, changes_text, warn_of_changes
     from .records import (
         ATTACHED, ATTACHED_RUNS, CONFIG, EXPLANATION, INCOMPLETE, REWINDS, SUMMARY, TRAINED, Completed, FailedSink,
-        RunRecord, checked_fields, differences, read_initial, read_last_step, read_outcome, read_status, run_folders,
-        run_name,
+        RunRecord, checked_fields, differences, is_file_name, read_initial, read_last_step, read_outcome, read_status,
+        run_folders, run_name,
     )
     from .reference import load_reference
     from .replay import Record, RecordSink, ReplaySink, forward_emits, record_of
@@ -41,7 +41,7 @@ __all__ = [
     "RunSettings", "Session", "StepRange", "StrategyPlan", "allowed_words", "attempt", "budget_of", "build_run",
     "changed_files", "changes_text", "check_device", "checked_fields", "create_manager", "describe_type", "differences",
     "divergence_error", "environment", "field_names", "fits", "forward_emits", "history_without_metrics",
-    "load_reference", "planned_record", "read_alerts", "read_decisions", "read_history", "read_initial",
+    "is_file_name", "load_reference", "planned_record", "read_alerts", "read_decisions", "read_history", "read_initial",
     "read_last_step", "read_outcome", "read_provenance", "read_status", "read_step_times", "record_of",
     "refuse_another_run", "require", "run_folders", "run_name", "script_digest", "status_of_script", "union_members",
     "versions", "warn_of_changes",

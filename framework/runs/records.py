@@ -4,7 +4,7 @@ The commands that read runs use this module, so it does not import torch, which 
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, get_type_hints
@@ -95,6 +95,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], leave_out: Co
     return [pair for pair in pairs if pair.before != pair.now]
 
 
+def is_file_name(value: str) -> bool:
+    """Return whether files can be named after a value, which must not lead out of their folder."""
+    return value.isprintable() and "/" not in value and 0 < len(value.encode()) <= LONGEST_NAME
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """Description of a run, in plain values: ``experiment_config.json``, and part of a checkpoint's manifest."""
@@ -137,9 +142,7 @@ class RunRecord:
         hints = get_type_hints(cls).items()
         fields = checked_fields(content, {name: of for name, of in hints if name in content or name in REQUIRED}, path)
         for name in ("experiment", "strategy"):
-            value = fields[name]  # files are named after it, so it must not lead out of their folder
-            is_file_name = value.isprintable() and "/" not in value and 0 < len(value.encode()) <= LONGEST_NAME
-            require(is_file_name, f"{path} cannot be used: its field {name!r} cannot be a name.")
+            require(is_file_name(fields[name]), f"{path} cannot be used: its field {name!r} cannot be a name.")
         return cls(**fields)
 
     @classmethod
@@ -248,8 +251,10 @@ def run_name(folder: Path, strategy: str) -> str:
     return f"{strategy} {folder.name}" if is_seed else strategy
 
 
-def run_folders(path: Path, command: str) -> list[Path]:
+def run_folders(path: Path, command: str, deeper: Iterable[Path] = ()) -> list[Path]:
     """Return the folders of runs at ``path``: itself, or those of an experiment's strategies or a strategy's seeds.
+
+    Folders that are ``deeper`` in it are added, for a command that takes several experiments.
 
     Raises:
         UsageError: if none exists; the message names the ``command`` that needs them.
@@ -260,7 +265,7 @@ def run_folders(path: Path, command: str) -> list[Path]:
         problem = "is not a folder" if path.exists() else "does not exist"
         raise UsageError(f"{path} {problem}; {command} takes the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY.")
     configs = [config for pattern in ("*", f"*/{seed_name('*')}") for config in path.glob(f"{pattern}/{CONFIG}")]
-    folders = sorted((config.parent for config in configs), key=_name_and_seed)
+    folders = sorted({*(config.parent for config in configs), *deeper}, key=_name_and_seed)
     if not folders:
         deeper = sorted(config.parent for config in path.glob(f"*/*/{CONFIG}"))
         if deeper:

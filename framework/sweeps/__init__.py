@@ -18,6 +18,6 @@ else:
 
 __all__ = [
     "JOB", "CommandJob", "JobOptions", "JobRecord", "LocalJobs", "ProgramJob", "State", "associations", "job_signals",
-    "jobs_in_progress", "numbers_of", "point_name", "points_of", "read_job", "require_submitit", "states_of",
-    "submission_lines", "submit", "submitted_jobs", "this_program", "with_all_seeds", "words_of",
+    "jobs_in_progress", "numbers_of", "point_name", "points_of", "read_job", "require_submitit",
+    "states_of", "submission_lines", "submit", "submitted_jobs", "this_program", "with_all_seeds", "words_of",
 ]

@@ -12,7 +12,8 @@ import torch
 from loopscope import attach
 from loopscope.cli import main
 from loopscope.integrations.loop_settings import name_without_seed, seed_of
-from loopscope.report import compare_runs, find_runs
+from loopscope.many_runs import find_runs
+from loopscope.report import compare_runs
 from torch import nn
 
 SCRIPT = """

@@ -6,7 +6,7 @@ from shutil import copytree
 
 import pytest
 from loopscope.cli import main
-from loopscope.report.run_index import find_runs
+from loopscope.many_runs import find_runs
 
 from tests.framework.runs.small_experiment import session
 

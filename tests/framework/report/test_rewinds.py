@@ -14,7 +14,7 @@ from loopscope.cli import main
 from loopscope.durable_files import write_json
 from loopscope.hooks import ALERTS
 from loopscope.laboratory.questions import Explanation, explanation_lines
-from loopscope.report import find_runs
+from loopscope.many_runs import find_runs
 from loopscope.runs import EXPLANATION, REWINDS, SUMMARY, StepRange
 
 from tests.framework.laboratory.planted import explanation_of, session

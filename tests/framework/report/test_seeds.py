@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from loopscope.report.seeds import contrast, correct, groups_of, spread_of
+from loopscope.report.seeds import contrast, correct, spread_of
 from loopscope.runs import RunRecord
+from loopscope.seed_groups import groups_of
 from scipy import stats
 
 GENERATOR = np.random.default_rng(7)

@@ -7,7 +7,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from loopscope.cli import doctor, main
 from loopscope.doctor import Diagnosis, Finding
-from loopscope.runs import CONFIG
+from loopscope.many_runs import IndexedRuns
+from loopscope.runs import CONFIG, RunRecord
 
 from tests.docs.markdown import ROOT
 
@@ -24,10 +25,10 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             content |= {"training": {"learning_rate": float(lr)}, "provenance": {"watch": {"command": command}}}
             (folder / CONFIG).write_text(json.dumps(content))
 
-    def diagnosed(folder: Path) -> Diagnosis:
+    def diagnosed(folder: Path, runs: IndexedRuns) -> tuple[Diagnosis, RunRecord]:
         finding = Finding("nonfinite", "critical", 7, "The loss is NaN.", "Lower the learning rate.")
         is_affected = "lr=3e-3" in folder.name and not folder.name.endswith("seed=4")
-        return Diagnosis([finding, finding] if is_affected else [])
+        return Diagnosis([finding, finding] if is_affected else []), RunRecord.read(folder)
 
     monkeypatch.setattr(doctor, "_diagnosed", diagnosed)
     monkeypatch.setenv("COLUMNS", "200")
