@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from .history import History, median_of
+from .policy_numbers import PolicyNumbers
 
 CHECKS = "training_checks"
 """The hook behind most detectors: without its values, nothing that they look for was checked."""
@@ -94,9 +95,12 @@ def target_sizes(history: History) -> "np.typing.NDArray[np.float64]":
 def is_minimised(history: History) -> bool:
     """Return whether the loss measures progress: it has one sign, and the targets of a regression do not grow.
 
-    Losses of policies and adversaries are positive and negative, and critics follow returns that grow.
+    Losses of policies and adversaries are positive and negative, and critics follow returns that grow, also where their
+    loss is a part of a policy's.
     """
-    sizes, values = target_sizes(history), history.loss.values
+    sizes, values, numbers = target_sizes(history), history.loss.values, PolicyNumbers(history)
+    if any(common in numbers for common in ("reward", "approx_kl", "explained_variance")):
+        return False
     grows = len(sizes) > 1 and float(np.max(sizes)) > 2 * float(sizes[0])
     return not grows and not (bool((values < 0).any()) and bool((values > 0).any()))
 

@@ -900,6 +900,19 @@ def test_losses_of_growing_targets_may_rise(highs: list[float], expected: bool) 
     assert ("loss-rising" in [finding.id for finding in diagnose(history)]) is expected
 
 
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [("reported/reward", False), ("policy_health/approx_kl", False), ("reported/accuracy", True)],
+)
+def test_losses_of_policies_with_critics_may_rise(metric: str, expected: bool) -> None:
+    steps = list(range(1, 101))
+    history = History()
+    history.add(
+        100, {name: Series(steps, [float(step) for step in steps]) for name in ("training_checks/loss", metric)}
+    )
+    assert ("loss-rising" in [finding.id for finding in diagnose(history)]) is expected
+
+
 def test_contrastive_losses_have_no_sorted_classes() -> None:
     history = healthy_history()
     history.settings = {"batch_size": 32}
