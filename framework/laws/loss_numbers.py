@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..doctor.senses import saved_value
 from .recorded_step import DIVISIONS, SCALINGS, RecordedStep, Value
 
 SHAPES = {"View", "UnsafeView", "Squeeze", "Unsqueeze", "Transpose", "Permute", "Reshape", "Select", "Slice", "ToCopy"}
@@ -19,7 +20,7 @@ def divisors_of(root: Tensor) -> set[float]:
     for node in nodes:  # the loop appends to this list
         name = "" if node is None else node.name()
         if name in ("DivBackward0", "MulBackward0"):
-            numbers = [getattr(node, part, None) for part in ("_saved_self", "_saved_other")]
+            numbers = [saved_value(node, part) for part in ("self", "other")]
             values = [float(item) for item in numbers if isinstance(item, Tensor) and not item.ndim]
             divisors |= {item if name == "DivBackward0" else 1 / item for item in values if item}
         if node is not None and len(nodes) < MOST_NODES:

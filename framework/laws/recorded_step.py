@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..doctor.senses import saved_value
 from ..errors import with_lines
 from .values import assembled, dismantled, leaves_by_name, tensors_within
 
@@ -63,6 +64,8 @@ class RecordedCall:
     is_pass: bool = False
     writes: bool = False
     """Whether the call changes one of its arguments."""
+    uses_numbers: bool = False
+    """Whether the script has turned a value into a number of Python before, and an argument may have come from it."""
 
     @property
     def name(self) -> str:
@@ -141,8 +144,6 @@ class RecordedStep:
     """The shapes of all values."""
     reads_numbers: bool = False
     """Whether the script has turned a value of the step into a number of Python."""
-    uses_numbers: bool = False
-    """Whether it has done so before a call with a float, which may have been computed from that number."""
     problem: str = ""
     """Why the step cannot be replayed."""
     derivations: list[RecordedCall] = field(default_factory=list)
@@ -159,6 +160,11 @@ class RecordedStep:
         """The passes of the model."""
         return [call for call in self.calls if call.is_pass]
 
+    @property
+    def uses_numbers(self) -> bool:
+        """Whether a call has a float that may have been computed from a value which the script has read."""
+        return any(call.uses_numbers for call in self.calls)
+
     def constants_of_passes(self) -> list[int]:
         """Return the indices of the constants that are arguments of passes of the model: its inputs."""
         return sorted(self._constants_of(self.passes))
@@ -166,6 +172,10 @@ class RecordedStep:
     def constants_of_calls(self) -> set[int]:
         """Return the indices of the constants that are arguments of calls after the passes."""
         return self._constants_of([call for call in self.calls if not call.is_pass])
+
+    def used_constants(self) -> list[int]:
+        """Return the indices of the constants on which the outputs and the loss depend."""
+        return sorted(self._constants_of([*self.calls, *self.derivations]))
 
     def targets_are_inputs(self) -> bool:
         """Return whether a call after the passes gets one of the inputs, such as the loss of an autoencoder."""
@@ -283,6 +293,8 @@ class RecordedStep:
 
     def forget_unused(self) -> None:
         """Drop the derivations on which no constant of a call depends."""
+        used = self._constants_of(self.calls)
+        self.origins = {index: item for index, item in self.origins.items() if index in used}
         needed: set[Any] = set(self.origins.values())
         kept = []
         for call in reversed(self.derivations):
@@ -291,20 +303,23 @@ class RecordedStep:
                 kept.append(call)
         self.derivations = kept[::-1]
 
+    def forget_metrics(self) -> None:
+        """Drop the calls on which the loss does not depend, such as those for accuracies."""
+        needed: set[Any] = {self.loss}
+        kept = []
+        for call in reversed(self.calls):
+            if call.is_pass or call.writes or call.operation in RANDOM or needed & {*call.results}:
+                needed |= {item for item in _items(call.arguments) if isinstance(item, Value)}
+                kept.append(call)
+        self.calls = kept[::-1]
+
     def split(self, weights: set[int], made: Mapping[Value, Tensor]) -> None:
-        """Take the calls up to the last one that combines weights with data as passes, and drop those without use.
+        """Take the calls up to the last one that combines weights with data as passes.
 
         Args:
             weights: the ids of the weights.
             made: the tensors of all values.
         """
-        needed: set[Any] = {self.loss}
-        kept = []
-        for call in reversed(self.calls):
-            if needed & {*call.results}:
-                needed |= {item for item in _items(call.arguments) if isinstance(item, Value)}
-                kept.append(call)
-        self.calls = kept[::-1]
         own = (index for index, item in enumerate(self.constants) if id(item) in weights or _is_structure(item))
         self.weights = frozenset(own)
         known: set[Any] = {Constant(index) for index in self.weights}
@@ -430,6 +445,8 @@ class StepRecorder(TorchFunctionMode):
         step.loss = None if root is None else self._values.get(id(root))
         step.loss_value = None if root is None else _copy(root)
         step.factors = () if root is None else factors_of(root)
+        if step.loss is not None:
+            step.forget_metrics()
         step.forget_unused()
         if self._weights:
             step.split(self._weights, self._made)
@@ -481,7 +498,8 @@ class StepRecorder(TorchFunctionMode):
             return func(*args, **options)
         tensors = tensors_within((args, options))
         name = getattr(func, "__name__", "")
-        if not any(id(item) in self._values or item.requires_grad for item in tensors):
+        has_weights = torch.is_grad_enabled() or not self.foreign_depth  # otherwise, those of a reference model
+        if not any(id(item) in self._values or (has_weights and item.requires_grad) for item in tensors):
             result = func(*args, **options)
             if tensors and not self.foreign_depth:
                 self._derive(func, name, args, options, result)
@@ -493,9 +511,10 @@ class StepRecorder(TorchFunctionMode):
         if arguments is not None and self._step is not None and tensors_within(changed):
             writes = versions != [item._version for item in tensors]
             results = self._results(changed)
-            self._step.calls.append(
-                RecordedCall(func, arguments, results, _autocast(), torch.is_grad_enabled(), writes=writes)
-            )
+            call = RecordedCall(func, arguments, results, _autocast(), torch.is_grad_enabled(), writes=writes)
+            has_float = any(isinstance(item, float) for item in _items(arguments))
+            call.uses_numbers = self._step.reads_numbers and has_float
+            self._step.calls.append(call)
             if name in BLANK:
                 self._blank.update(map(id, tensors_within(result)))
         return result
@@ -534,8 +553,6 @@ class StepRecorder(TorchFunctionMode):
         except Exception as error:  # which must not reach the training
             self._step.problem = f"a call cannot be recorded ({with_lines(error)})"
             return None
-        has_float = any(isinstance(item, float) for item in _items(arguments))
-        self._step.uses_numbers |= self._step.reads_numbers and has_float
         return arguments
 
     def _recorded(
@@ -624,7 +641,7 @@ def factors_of(root: Tensor) -> tuple[float, ...]:
         if name not in ("DivBackward0", "MulBackward0"):
             break
         inputs = [item for item, _ in node.next_functions if item is not None]
-        numbers = [getattr(node, part, None) for part in ("_saved_self", "_saved_other")]
+        numbers = [saved_value(node, part) for part in ("self", "other")]
         found = [item for item in numbers if isinstance(item, Tensor) and not item.ndim and not item.requires_grad]
         if len(inputs) != 1 or len(found) != 1 or not (number := float(found[0])):
             break

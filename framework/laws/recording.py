@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..isolation import VISITS
+from ..isolation import VISITS, current_pass
 from ..observing import PassiveListener, listen, stop_listening
 from ..state import RandomStreams, Transient
 from .recorded_step import RecordedStep, StepRecorder
@@ -78,6 +78,8 @@ class Recording(PassiveListener, Transient):
         return is_ours and self.thread in (None, get_ident()) and self._is_active()
 
     def _before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if current_pass() != -1:  # which activation checkpointing repeats, and perhaps does not end
+            return
         if self._counts(module):
             if self._is_updated:  # the newest recorded steps are those of the update before
                 self.clear()
@@ -87,6 +89,8 @@ class Recording(PassiveListener, Transient):
             self._recorder.foreign_depth += 1
 
     def _after_pass(self, module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any], output: Any) -> None:
+        if current_pass() != -1:
+            return
         if self._counts(module):
             self.thread = get_ident()
             self._recorder.end_pass(module, inputs, options, output, is_whole=module is self._model)
