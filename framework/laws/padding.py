@@ -80,6 +80,16 @@ def tail_of(tensor: Tensor) -> Tensor | None:
     return tail if is_padded and len(torch.unique(lengths)) >= LEAST_LENGTHS else None
 
 
+def marks_ends(tokens: Tensor, padded: Tensor) -> bool:
+    """Return whether padding has one content that is nowhere else: a model may find the ends of rows by it.
+
+    Pooling at the last token of the classifiers of transformers does, also with a mask.
+    """
+    contents: Tensor = torch.unique(tokens[padded], dim=0)
+    is_elsewhere = (tokens[~padded] == contents[0]).reshape(int((~padded).sum()), -1).all(1).any()
+    return len(contents) == 1 and not bool(is_elsewhere) and bool((padded.int().diff() >= 0).all())
+
+
 def sees_padding(trial: Trial, padded: Padded) -> str:
     """Return how an output changes if short rows lose their padding; an empty text if none does.
 
