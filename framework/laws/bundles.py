@@ -1,6 +1,6 @@
 """Rows of a batch that belong together, such as two views of one picture."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +8,8 @@ from torch import Tensor
 
 MOST_MEMBERS = 4
 LEAST_BUNDLES = 3
+FEWEST = 4
+"""Rows that may be two pairs, which too few orders show: a law on their order is not decided."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Bundles:
         """Return all arrangements of ``count`` rows in bundles of a few members."""
         rows = torch.arange(count)
         for members in range(2, MOST_MEMBERS + 1):
-            if count % members == 0 and count // members >= LEAST_BUNDLES:
+            if count % members == 0 and (count // members >= LEAST_BUNDLES or (count, members) == (FEWEST, 2)):
                 yield cls(rows.reshape(members, -1).T, are_blocks=True)
                 yield cls(rows.reshape(-1, members))
 
@@ -46,3 +48,10 @@ class Bundles:
         """Return the rows of the bundles in another order, some perhaps repeated, in the arrangement of the batch."""
         chosen = self.table[order]
         return (chosen.T if self.are_blocks else chosen).flatten()
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the rows of several batches in the arrangement of one."""
+        if not self.are_blocks:
+            return torch.cat(list(parts))
+        blocks = [part.chunk(self.members) for part in parts]
+        return torch.cat([block for place in zip(*blocks, strict=True) for block in place])

@@ -18,23 +18,31 @@ class JoinedBatches:
     """
 
     def __init__(self, trial: Trial) -> None:
-        steps, self._layouts = trial.steps, trial.layout.layouts
+        steps, self._layouts, self._bundles = trial.steps, trial.layout.layouts, trial.bundles
         calls = {tuple(call.name for call in step.calls) for step in steps}
-        if len({len(step.constants) for step in steps}) > 1 or len(calls) > 1:
+        used = [step.used_constants() for step in steps]
+        if len(set(map(len, used))) > 1 or len(calls) > 1:
             raise UndecidedError("the micro-batches have different calls")
-        if any(layout not in (RowLayout.FIRST, RowLayout.FLAT) for layout in self._layouts.values()):
+        if any(self._layouts.get(index) not in (None, RowLayout.FIRST, RowLayout.FLAT) for index in used[0]):
             raise UndecidedError("the rows of the micro-batches cannot be joined")
         first = next((index for index in trial.inputs if self._layouts.get(index) is RowLayout.FIRST), None)
         if first is None:
             raise UndecidedError("the rows of the micro-batches cannot be joined")
         self._parts: dict[int, list[Tensor]] = {}
         """For each constant with rows that of every micro-batch, of shape (rows, ...)."""
-        for index, layout in self._layouts.items():
-            parts = [step.constants[index] for step in steps]
-            if layout is RowLayout.FLAT:
-                rows = [len(step.constants[first]) for step in steps]
-                parts = [part.reshape(count, -1, *part.shape[1:]) for count, part in zip(rows, parts, strict=True)]
-            self._parts[index] = parts
+        self._of_bundles = trial.layout.of_bundles(trial.step, len(trial.bundles)) if trial.bundles.members > 1 else []
+        for places in zip(*used, strict=True):
+            parts = [step.constants[place] for step, place in zip(steps, places, strict=True)]
+            self._parts[places[0]] = parts
+        rows = list(map(len, self._parts[first]))
+        for index in used[0]:
+            if index not in self._layouts and index not in self._of_bundles:
+                del self._parts[index]
+            elif self._layouts.get(index) is RowLayout.FLAT:
+                self._parts[index] = [
+                    part.reshape(count, -1, *part.shape[1:])
+                    for count, part in zip(rows, self._parts[index], strict=True)
+                ]
         self._with_lengths = {
             index
             for index, parts in self._parts.items()
@@ -64,8 +72,8 @@ class JoinedBatches:
                 parts = [self._padded(index, part, width) for part in parts]
             if len({part.shape[1:] for part in parts}) > 1:
                 raise UndecidedError("the micro-batches have different lengths")
-            whole = torch.cat(parts)
-            changed[index] = whole.flatten(0, 1) if self._layouts[index] is RowLayout.FLAT else whole
+            whole = torch.cat(parts) if index in self._of_bundles else self._bundles.joined(parts)
+            changed[index] = whole.flatten(0, 1) if self._layouts.get(index) is RowLayout.FLAT else whole
         return changed
 
     def _padded(self, index: int, part: Tensor, width: int) -> Tensor:

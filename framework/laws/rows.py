@@ -42,6 +42,8 @@ class Rows:
     """Whether a data loader or the targets show the dimension."""
     layouts: Mapping[int, RowLayout]
     """The constants with entries for rows, by index."""
+    places: frozenset[int] = frozenset()
+    """The constants that are tables, or as in an earlier step: they belong to places, not to rows."""
     is_joined: bool = False
     """Whether the loss gets whole numbers of all rows one after the other, in the lengths that another tensor has."""
 
@@ -55,19 +57,28 @@ class Rows:
         inputs = {index: step.constants[index] for index in step.constants_of_passes() if step.constants[index].ndim}
         dimension, is_certain = _dimension(step, inputs, model)
         count = _common_length(inputs, dimension)
-        layouts, tables = {}, _tables(step)
+        layouts, places = {}, _tables(step) | step.weights
         is_new = len(earlier) == len(step.constants) and not all(
             _is_same(earlier[item], inputs[item]) for item in inputs
         )
         for index, tensor in enumerate(step.constants):
             is_place = is_new and index not in inputs and not _are_positions(tensor, count)
-            if index in tables | step.weights or (is_place and _is_same(earlier[index], tensor)):
+            if index in places or (is_place and _is_same(earlier[index], tensor)):
+                places |= {index}
                 continue
             layout = _layout(tensor, count, dimension, step, inputs, is_input=index in inputs)
             if layout is not None:
                 layouts[index] = layout
         others = [tensor for index, tensor in enumerate(step.constants) if index not in inputs]
-        return cls(count, dimension, is_certain, layouts, _has_joined(others, count))
+        return cls(count, dimension, is_certain, layouts, frozenset(places), _has_joined(others, count))
+
+    def of_bundles(self, step: RecordedStep, count: int) -> list[int]:
+        """Return the other constants of a step that have an entry for each of ``count`` bundles of rows."""
+        others = [index for index in step.used_constants() if index not in self.places and index not in self.layouts]
+        known = [(index, step.constants[index]) for index in others]
+        return [
+            index for index, item in known if item.ndim and len(item) == count and not isinstance(item, nn.Parameter)
+        ]
 
     def reordered(self, tensor: Tensor, layout: RowLayout, order: Tensor) -> Tensor:
         """Return a tensor with its rows in another order, some perhaps repeated."""

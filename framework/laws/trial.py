@@ -132,6 +132,15 @@ class Trial:
         """
         return self._cropped(self._reordered(order))
 
+    def with_bundles(self, bundles: Bundles, order: Tensor) -> dict[int, Tensor]:
+        """Return all constants with bundles of rows in another order, also those with an entry for each bundle."""
+        constants = self.with_rows(bundles.rows(order))
+        if bundles.members > 1:
+            constants |= {
+                index: self.step.constants[index][order] for index in self.layout.of_bundles(self.step, len(bundles))
+            }
+        return constants
+
     @cached_property
     def _lengths(self) -> int:
         """The index of the only input with the lengths of the rows; -1 without it."""
@@ -312,8 +321,13 @@ class Trial:
 
     def depends_on(self, bundles: Bundles) -> float:
         """Return how much another order of bundles changes the gradient; 0.0 if rounding explains it."""
-        order = torch.randperm(len(bundles), generator=torch.Generator().manual_seed(0))
-        other = self.evaluate(self.with_rows(bundles.rows(order)), gradients=True, train=False).joint_gradient()
+        count = len(bundles)
+        order = (
+            torch.randperm(count, generator=torch.Generator().manual_seed(0))
+            if count > 2
+            else torch.arange(count).flip(0)
+        )
+        other = self.evaluate(self.with_bundles(bundles, order), gradients=True, train=False).joint_gradient()
         difference = distance(other, self.gradient())
         return 0.0 if self.is_noise(difference) else difference
 

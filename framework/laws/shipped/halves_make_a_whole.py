@@ -66,7 +66,7 @@ class HalvesMakeAWhole(Law):
 
     def _gradients(self, trial: Trial, halves: Sequence[Tensor], times: int) -> list[Tensor]:
         """Return the gradient of each half of the batch, with its rows some times."""
-        return [self._gradient(trial, trial.bundles.rows(half.repeat(times))) for half in halves]
+        return [self._gradient(trial, half.repeat(times)) for half in halves]
 
     def _of_scales(self, trial: Trial, halves: Sequence[Tensor], twice: Sequence[Tensor]) -> Outcome | None:
         """Return a violation if the loss adds a sum over rows to a mean over rows, so that their ratio is the batch's.
@@ -101,13 +101,16 @@ class HalvesMakeAWhole(Law):
         )
 
     def _gradient(self, trial: Trial, order: torch.Tensor) -> torch.Tensor:
-        constants = trial.with_rows(order)
+        constants = trial.with_bundles(trial.bundles, order)
         return trial.evaluate(constants, gradients=True, train=False, **trial.derivation).joint_gradient()
 
 
 def _is_of_batch(trial: Trial) -> str:
     """Return by what the loss depends on the batch as a whole by design, if it does."""
-    if trial.step.loss not in trial.step.outputs and any(not item.ndim for item in trial.step.outputs.values()):
+    step = trial.step
+    later = [item for call in step.calls if not call.is_pass for item in step.items_of(call)]
+    given = {item for item in later if isinstance(item, Value)}
+    if step.loss not in step.outputs and any(not item.ndim for key, item in step.outputs.items() if key in given):
         return "the model returns a number of the whole batch, such as how its experts are balanced"
     if name := adds_sorted_rows(trial):
         return f"the loss adds up sorted rows in their order by design ({name})"

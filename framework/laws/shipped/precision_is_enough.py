@@ -64,7 +64,7 @@ class PrecisionIsEnough(Law):
         halves = (
             [
                 trial.evaluate(
-                    trial.with_rows(trial.bundles.rows(half.repeat(2))), gradients=True, train=False
+                    trial.with_bundles(trial.bundles, half.repeat(2)), gradients=True, train=False
                 ).joint_gradient()
                 for half in (bundles[: count // 2], bundles[count // 2 :])
             ]

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import loopscope
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 MICRO, ROWS, FEATURES = 4, 8, 5
 OPTIONS = {"laws": {"only": ["micro_batches_add_up"], "steps": [1, 2]}}
@@ -45,6 +47,67 @@ def preference(model: nn.Module) -> Tensor:
     """Return the loss of a reward model, and of DPO with the log-probabilities of a reference."""
     chosen, rejected, reference = torch.randn(ROWS, FEATURES), torch.randn(ROWS, FEATURES), torch.randn(ROWS, 1)
     return -F.logsigmoid(0.1 * (model(chosen) - model(rejected) - reference)).mean() / MICRO
+
+
+class Scores(nn.Module):
+    """A score for each row, by layers that are computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 16), nn.Linear(16, 1)
+        self.middle = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        hidden = cast(Tensor, checkpoint(self.middle, hidden, use_reentrant=False))
+        return cast(Tensor, self.last(0.5 * hidden)).squeeze(1)
+
+
+def answers(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the scores of chosen and rejected answers, which are one batch."""
+    chosen, rejected = model(torch.randn(2 * ROWS, FEATURES)).chunk(2)
+    return chosen, rejected
+
+
+def rewards(model: nn.Module) -> Tensor:
+    chosen, rejected = answers(model)
+    return -F.logsigmoid(chosen - rejected).mean() / MICRO
+
+
+def rewards_with_margins(model: nn.Module) -> Tensor:
+    margins = torch.rand(ROWS)
+    chosen, rejected = answers(model)
+    return -F.logsigmoid(chosen - rejected - margins).mean() / MICRO
+
+
+def rewards_with_metrics(model: nn.Module) -> Tensor:
+    """Read numbers before a call with a float, which the loss does not need."""
+    chosen, rejected = answers(model)
+    loss = -F.logsigmoid(0.5 * (chosen - rejected)).mean() / MICRO
+    metrics = {"accuracy": (chosen > rejected).float().mean().item()}
+    metrics["scaled"] = (0.1 * chosen.detach()).mean().item()
+    return loss
+
+
+def rewards_with_reference() -> Callable[[nn.Module], Tensor]:
+    """Subtract what a second model computes, which is in train mode, and whose parameters need gradients."""
+    reference = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def loss_of(model: nn.Module) -> Tensor:
+        x = torch.randn(2 * ROWS, FEATURES)
+        scores = model(x)
+        with torch.no_grad():
+            one, other = reference(x).squeeze(1).chunk(2)
+        chosen, rejected = scores.chunk(2)
+        return -F.logsigmoid(chosen - rejected - (one - other)).mean() / MICRO
+
+    return loss_of
+
+
+def weighted_rewards(model: nn.Module) -> Tensor:
+    weights = torch.rand(ROWS)
+    chosen, rejected = answers(model)
+    return -(F.logsigmoid(chosen - rejected) * weights).sum() / weights.sum() / MICRO
 
 
 def zero_grad_within(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -166,3 +229,21 @@ def test_separate_losses_are_no_micro_batches(loop: Loop, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("divides_once", "verdict"), [(True, "holds"), (False, "broken")])
 def test_tokens_of_shorter_micro_batches_count_alike(divides_once: bool, verdict: str, tmp_path: Path) -> None:
     assert check(texts(divides_once=divides_once), tmp_path, Tokens())[0] == verdict
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(
+    "loss",
+    [rewards, rewards_with_margins, rewards_with_metrics, rewards_with_reference()],
+    ids=["pairs", "margins", "metrics", "reference"],
+)
+def test_pairs_in_one_batch_add_up(loss: Callable[[nn.Module], Tensor], tmp_path: Path) -> None:
+    """As in the trainers of trl for rewards and preferences, which repeat layers in the backward pass."""
+    assert check(accumulate(loss), tmp_path, Scores())[0] == "holds"
+
+
+@pytest.mark.longer
+def test_weighted_means_of_pairs_do_not_add_up(tmp_path: Path) -> None:
+    outcome = check(accumulate(weighted_rewards), tmp_path, Scores())
+    assert outcome[0] == "broken"
+    assert "differ from the batch's" in outcome[1]
