@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import listed, require
 from ..hooks import (
+    ENDLESS,
     DebugInterventionHook,
     HookPoint,
     HookRegistry,
@@ -127,6 +128,8 @@ class Laws(DebugInterventionHook):
         self._watch = TrainingWatch(self._on_evaluation, self._on_update)
         self._files = SavedFiles()
         self._schedules, self._is_schedule_judged = Schedules(), False
+        self._planned = 0 if run.steps >= ENDLESS else run.steps
+        """The planned updates; 0 without a plan."""
         self._write()
 
     def taps(self, model: nn.Module) -> Iterable[Tap]:
@@ -142,6 +145,8 @@ class Laws(DebugInterventionHook):
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Try every law."""
+        if run_ctx.step > self._updates + 1:  # a resumed training, whose earlier updates were not seen
+            self._planned = 0
         self._recording.leave()  # the loop may receive the use of gradients before the recording does
         steps = self._recording.steps
         for step in steps:
@@ -225,6 +230,10 @@ class Laws(DebugInterventionHook):
         if sentence := self._schedules.problem():
             self._is_schedule_judged = True
             self._check.add(SCHEDULE, self._updates, broken(sentence))
+            self._write("the schedule")
+        elif self._planned and (outcome := self._schedules.planned_outcome(self._planned)):
+            self._planned = 0
+            self._check.add(SCHEDULE, self._updates, outcome)
             self._write("the schedule")
 
     def _judge_short_batch(self) -> None:

@@ -1,12 +1,15 @@
 """The learning rates of a training and the steps of its schedule, noted at every update."""
 
 import math
+import warnings
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from ..observing import schedulers_of
 from .law import Outcome, broken, holds, not_checked
@@ -21,6 +24,8 @@ RISEN = 0.9
 """The part of the learning rate that was set at which a warm-up counts as over."""
 MOST_UPDATES = 150
 """Updates within which the end of a schedule is awaited."""
+MOST_PLANNED = 50_000
+"""Planned updates whose learning rates are computed, which takes about a second."""
 CYCLES = ("Restarts", "Cyclic", "OneCycle", "Plateau")
 """Parts of the names of schedules that rise again, or whose length depends on the losses."""
 
@@ -87,6 +92,28 @@ class _Course:
             else ""
         )
 
+    def planned(self, updates: int) -> "_Course | None":
+        """Return the course of all updates of a plan, by steps of a copy of the schedule; ``None`` if it is unknown."""
+        if self.steps_per_update() != 1 or _has_ranks() or not len(self.rates) < updates <= MOST_PLANNED:
+            return None
+        optimizer: Any = self.schedule.optimizer
+        groups = [{**group, "params": [torch.zeros(1)]} for group in optimizer.param_groups]
+        copied = SGD(groups, 0.0)
+        course = _Course(self.schedule, [*self.rates], [*self.counts])
+        try:
+            schedule = deepcopy(self.schedule, {id(optimizer): copied})
+            vars(schedule).pop("step", None)  # of a library that has replaced it for the original schedule
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                while len(course.rates) < updates:
+                    if schedule.last_epoch == course.counts[-1]:  # otherwise it was stepped after the newest update
+                        schedule.step()
+                    course.rates.append(float(copied.param_groups[0]["lr"]))
+                    course.counts.append(course.counts[-1] + 1)
+        except Exception:  # of a schedule that needs a loss, or belongs to another object
+            return None
+        return course
+
     def ends_soon(self) -> bool:
         """Return whether the schedule may reach its end within the updates that are watched."""
         if not self.steps_per_update() or len(self.rates) >= MOST_UPDATES or self.problem():
@@ -129,6 +156,22 @@ class Schedules:
         if any(sum(rate <= LEAST * max(one.rates) for rate in one.rates) > MOST_LOW * len(one.rates) for one in known):
             return not_checked("the learning rate was low in many updates")
         return holds("; ".join(map(_Course.summary, known)))
+
+    def planned_outcome(self, updates: int) -> Outcome | None:
+        """Return the outcome for all updates of a plan; ``None`` if it does not decide.
+
+        It is known once each schedule has been stepped after some updates.
+        """
+        courses = {key: course.planned(updates) for key, course in self._courses.items()}
+        known = {key: course for key, course in courses.items() if course is not None}
+        if not known or len(known) < len(courses):
+            return None
+        plan = Schedules()
+        plan._courses = known
+        sentence = plan.problem()
+        outcome = broken(sentence) if sentence else plan.outcome()
+        plan_of = f"by the plan of {updates} updates: "
+        return None if outcome.verdict == "not checked" else Outcome(outcome.verdict, plan_of + outcome.evidence)
 
     def end_soon(self) -> bool:
         """Return whether a schedule may end within the updates that are watched."""

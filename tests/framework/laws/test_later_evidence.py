@@ -153,3 +153,70 @@ def test_short_batches_have_their_own_divisor(divisor: int, verdict: str, tmp_pa
             optimizer.step()
         (result,) = scope.check()
     assert result["verdict"] == verdict
+
+
+def linear(optimizer: Optimizer, *, warmup: int = 2, length: int) -> lr_scheduler.LRScheduler:
+    """Return a schedule that reaches zero, as those of transformers: its length is in a function alone."""
+    return lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(step / warmup, max(0.0, (length - step) / (length - warmup)))
+    )
+
+
+def in_sequence(optimizer: Optimizer, length: int) -> lr_scheduler.LRScheduler:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5), lr_scheduler.CosineAnnealingLR(optimizer, length)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [5])
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (partial(linear, length=15), "within 15 updates, and 45 have followed"),
+        (partial(linear, warmup=500, length=600), "still raises the learning rate"),
+        (partial(lr_scheduler.StepLR, step_size=5), "within 10 updates"),
+        (partial(lr_scheduler.CosineAnnealingLR, T_max=40), "rises again"),
+    ],
+)
+def test_plans_show_schedules_that_end_early(make: Any, sentence: str) -> None:
+    outcome = course(make, 8).planned_outcome(60)
+    assert outcome is not None
+    assert outcome.verdict == "broken"
+    assert sentence in outcome.evidence
+    assert "by the plan of 60 updates" in outcome.evidence
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(linear, length=60),
+        partial(linear, length=200),
+        partial(in_sequence, length=55),
+        partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=60),
+        partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=7),
+        partial(lr_scheduler.ExponentialLR, gamma=0.99),
+    ],
+)
+def test_plans_show_schedules_that_last(make: Any) -> None:
+    schedules = course(make, 8)
+    outcome = schedules.planned_outcome(60)
+    assert outcome is not None
+    assert outcome.verdict == "holds"
+    assert "in 60 updates" in outcome.evidence
+
+
+def test_plans_decide_nothing_without_steps() -> None:
+    """A schedule that is stepped per epoch, and one that follows the loss."""
+    assert course(partial(linear, length=20), 8, times=0).planned_outcome(60) is None
+    assert course(partial(lr_scheduler.StepLR, step_size=5), 8).planned_outcome(8) is None
+
+
+def test_plans_leave_the_schedule_as_it_is() -> None:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    schedule, schedules = in_sequence(optimizer, 55), Schedules()
+    schedules.find([optimizer])
+    for _ in range(8):
+        optimizer.step()
+        schedules.note()
+        schedule.step()
+    state, rate = schedule.state_dict(), optimizer.param_groups[0]["lr"]
+    assert schedules.planned_outcome(60) is not None
+    assert (schedule.last_epoch, optimizer.param_groups[0]["lr"]) == (state["last_epoch"], rate)
