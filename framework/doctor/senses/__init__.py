@@ -5,8 +5,7 @@ from .backward_passes import BackwardPass
 from .backward_recorder import BackwardRecorder
 from .caller_variables import variables_of_callers, variables_with
 from .episodes import EPISODES, Episodes, note_environment
-from .evaluation_dropout import ActiveDropout, DropoutCalls, EvaluationDropout
-from .evaluation_modes import EvaluationModes
+from .evaluation_modes import ActiveDropout, DropoutCalls, EvaluationDropout, EvaluationModes
 from .loss_graph import last_divisor, reaches
 from .policy_graph import MOST_PARTS, LogProbs, PolicyTerms, Regressed, Weighted, policy_terms, sampled_rows
 from .reference_sides import trained_sides

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import loopscope
 import pytest
 import torch
-from loopscope.doctor.senses.evaluation_dropout import EvaluationDropout
+from loopscope.doctor.senses.evaluation_modes import EvaluationDropout
 from torch import Tensor, nn
 from torch.nn import functional
 
