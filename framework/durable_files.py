@@ -1,6 +1,7 @@
 """Atomic writes of files, and reading of JSON files with one-sentence errors."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,14 +82,22 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_atomically(path, methodcaller("write", text.encode()))
 
 
-def plain_json(value: Any) -> Any:
-    """Convert a value to JSON types; keys, and values of other types, become text."""
+def plain_json(value: Any, *, finite: bool = False) -> Any:
+    """Convert a value to JSON types; keys, and values of other types, become text.
+
+    With ``finite``, numbers that are not finite become ``NaN``, ``Infinity`` and ``-Infinity`` as text, too.
+
+    >>> plain_json({"loss": [1.5, float("nan")], "step": None}, finite=True)
+    {'loss': [1.5, 'NaN'], 'step': None}
+    """
     if isinstance(value, Mapping):
-        return {str(key): plain_json(item) for key, item in value.items()}
+        return {str(key): plain_json(item, finite=finite) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain_json(item) for item in value]
+        return [plain_json(item, finite=finite) for item in value]
     if isinstance(value, np.generic) or (hasattr(value, "numel") and value.numel() == 1):
-        return value.item()
+        value = value.item()
+    if finite and isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 

@@ -1,7 +1,6 @@
 """Output of the commands that read runs: text or one JSON object, bounded in size, with a note on what was cut."""
 
 import json
-import math
 import shlex
 import sys
 from bisect import bisect_left
@@ -11,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from ..console import make_console, printable
+from ..durable_files import plain_json
 from ..errors import LoopscopeError, UsageError, counted, require, shortened
 from .parser import CommandParser
 
@@ -105,7 +105,7 @@ class Output:
 
     def _bounded(self, content: Mapping[str, Any], cut: Mapping[str, Kept]) -> dict[str, Any]:
         """Return the content with the version of the schema, and without what exceeds the limit."""
-        bounded: dict[str, Any] = {"schema": SCHEMA, **plain_json(content)}
+        bounded: dict[str, Any] = {"schema": SCHEMA, **plain_json(content, finite=True)}
         for floor in (FEW_ENTRIES, 0):  # some entries of every field are better than all of one
             for name, kept in cut.items():
                 if self._fits(bounded):
@@ -148,21 +148,6 @@ def _without_limit(words: Sequence[str]) -> list[str]:
 def encoded(content: Mapping[str, Any]) -> str:
     """Return JSON on one line, in ASCII, so that texts of files cannot control a terminal."""
     return json.dumps(content, allow_nan=False)
-
-
-def plain_json(value: Any) -> Any:
-    """Return plain values for JSON; a number that is not finite becomes ``NaN``, ``Infinity`` or ``-Infinity`` as text.
-
-    >>> plain_json({"loss": [1.5, float("nan")], "step": None})
-    {'loss': [1.5, 'NaN'], 'step': None}
-    """
-    if isinstance(value, Mapping):
-        return {str(key): plain_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _with_short_texts(value: Any) -> Any:

@@ -12,7 +12,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
-from loopscope.cli.output import Output, plain_json
+from loopscope.cli.output import Output
+from loopscope.durable_files import plain_json
 from loopscope.errors import UsageError
 from loopscope.hooks import ALERTS, Alert
 
@@ -161,7 +162,8 @@ def test_long_texts_are_cut_last() -> None:
 
 
 def test_numbers_without_json_become_text() -> None:
-    assert plain_json([float("inf"), -float("inf"), {1: (Path("a"),)}]) == ["Infinity", "-Infinity", {"1": ["a"]}]
+    values = [float("inf"), -float("inf"), {1: (Path("a"),)}]
+    assert plain_json(values, finite=True) == ["Infinity", "-Infinity", {"1": ["a"]}]
 
 
 def test_negative_limit_is_refused() -> None:
