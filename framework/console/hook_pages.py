@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..hooks import ALWAYS, MetricInfo, TrainingHook, hook_options
+from ..hooks import ALWAYS, TrainingHook, hook_options
 from ..hooks.selection import hook_kind
 from ..runs import ExperimentRunner, allowed_words
 
@@ -54,21 +54,41 @@ def _epochs(first: int | None, last: int | None) -> str:
     return f" from epoch {first}" + ("" if last is None else f" to {last}")
 
 
-def hook_page(hook: type[TrainingHook]) -> Group:
+def hook_entry(hook: type[TrainingHook]) -> dict[str, Any]:
+    """Return the name, the kind and one line of a hook."""
+    return {"name": hook.name, "kind": hook_kind(hook), "about": first_line(hook)}
+
+
+def hook_content(hook: type[TrainingHook]) -> dict[str, Any]:
+    """Return the description, the options and the metrics of a hook as plain values, but for the defaults."""
+    paragraphs, texts = _documented(hook)
+    options = [
+        {
+            "name": option.name,
+            "type": " | ".join(allowed_words(option.annotation)) or inspect.formatannotation(option.annotation),
+            "default": option.default,
+            "about": texts.get(option.name, ""),
+        }
+        for option in hook_options(hook).values()
+    ]
+    metrics = [{**vars(info), "name": f"{hook.name}/{info.name}"} for info in hook().describe_metrics()]
+    points = points_text(hook).split(", ")
+    return {**hook_entry(hook), "points": points, "about": paragraphs, "options": options, "metrics": metrics}
+
+
+def hook_page(content: Mapping[str, Any]) -> Group:
     """Show every metric of a hook with formula, range and reading, and its options."""
-    description, options = documented(hook)
-    described = [_option(hook.name, option, options.get(option.name, "")) for option in hook_options(hook).values()]
     return Group(
-        Text.assemble((hook.name, "bold"), f"  {hook_kind(hook)}, {points_text(hook)}"),
-        *(Text(f"{paragraph}\n") for paragraph in description),
+        Text.assemble((content["name"], "bold"), f"  {content['kind']}, {', '.join(content['points'])}"),
+        *(Text(f"{paragraph}\n") for paragraph in content["about"]),
         Text("Metrics", style="bold"),
-        *(_metric(hook.name, info) for info in hook().describe_metrics()),
+        *map(_metric, content["metrics"]),
         Text("\nOptions, for --hook-config", style="bold"),
-        *(described or [Text("  none")]),
+        *([_option(content["name"], option) for option in content["options"]] or [Text("  none")]),
     )
 
 
-def documented(hook: type[TrainingHook]) -> tuple[list[str], dict[str, str]]:
+def _documented(hook: type[TrainingHook]) -> tuple[list[str], dict[str, str]]:
     """Split a hook's docstring into paragraphs, each on one line, and descriptions of its options by name."""
     text = (inspect.getdoc(hook) or "").replace("``", "")
     description, _, arguments = text.partition("\nArgs:\n")
@@ -77,19 +97,18 @@ def documented(hook: type[TrainingHook]) -> tuple[list[str], dict[str, str]]:
     return paragraphs, {name: " ".join(words.split()) for name, words in entries}
 
 
-def _metric(hook: str, info: MetricInfo) -> RenderableType:
+def _metric(metric: Mapping[str, str]) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for label, text in (("formula", info.formula), ("range", info.range), ("reading", info.reading)):
-        table.add_row(label, Text(text))
-    return Group(Text(f"  {hook}/{info.name}", style="cyan"), _indented(table))
+    for label in ("formula", "range", "reading"):
+        table.add_row(label, Text(metric[label]))
+    return Group(Text(f"  {metric['name']}", style="cyan"), _indented(table))
 
 
-def _option(hook: str, option: inspect.Parameter, description: str) -> RenderableType:
-    kind = " | ".join(allowed_words(option.annotation)) or inspect.formatannotation(option.annotation)
-    title = Text.assemble((f"  {hook}.{option.name}", "cyan"), f"  ({kind}, default {option.default})")
-    return Group(title, _indented(Text(description))) if description else title
+def _option(hook: str, option: Mapping[str, Any]) -> RenderableType:
+    title = Text.assemble((f"  {hook}.{option['name']}", "cyan"), f"  ({option['type']}, default {option['default']})")
+    return Group(title, _indented(Text(option["about"]))) if option["about"] else title
 
 
 def experiment_list(experiments: Iterable[type[ExperimentRunner[Any]]]) -> Group:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope import sinks as shipped  # noqa: F401 - fills the registry of sinks
-from loopscope.console import RunConsole, experiment_list, hook_list, hook_page, printable
+from loopscope.console import RunConsole, experiment_list, hook_content, hook_list, hook_page, printable
 from loopscope.console.terminal import LastingConsole
 from loopscope.hooks import Alert, HookPoint, MetricInfo, Series, TrainingHook
 from loopscope.runs import ExperimentRunner
@@ -117,6 +117,6 @@ def test_hook_and_experiment_pages_are_printable(text):
     kind = type("Kind", (ExperimentRunner,), {"name": text, "strategies": (text,), "presets": {text: {}},
                                               "__doc__": text})  # fmt: skip
     console = console_of(terminal=False)
-    for page in (hook_list([hook]), hook_page(hook), experiment_list([kind])):
+    for page in (hook_list([hook]), hook_page(hook_content(hook)), experiment_list([kind])):
         console.print(page)
     assert all(line.isprintable() for line in console.file.getvalue().split("\n"))

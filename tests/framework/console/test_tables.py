@@ -8,7 +8,7 @@ from loopscope import (
     experiments,  # noqa: F401 - fills the registry
     training_hooks,  # noqa: F401 - fills the registry
 )
-from loopscope.console.hook_pages import documented, experiment_list, first_line, hook_list, hook_page, points_text
+from loopscope.console.hook_pages import experiment_list, first_line, hook_content, hook_list, hook_page, points_text
 from loopscope.console.tables import comparison_rows, comparison_table, hook_table, result_line
 from loopscope.hooks import ExperimentRegistry, HookPoint, HookRegistry, MetricInfo, TrainingHook, hook_options
 from loopscope.hooks.selection import hook_kind
@@ -68,7 +68,7 @@ def test_hook_list_shows_kind_and_summary():
 @pytest.mark.parametrize("width", [80, 120])
 def test_hook_page_lists_metrics_and_options(hook, width):
     """Every metric and option of every hook is in the page, within its width."""
-    text = rendered(hook_page(hook), width)
+    text = rendered(hook_page(hook_content(hook)), width)
     assert max(map(cell_len, text.splitlines())) <= width
     for info in hook().describe_metrics():
         assert f"  {hook.name}/{info.name}\n" in text
@@ -81,7 +81,7 @@ def test_hook_page_lists_metrics_and_options(hook, width):
 
 def test_hook_page_has_the_expected_layout():
     """The page of an example hook matches line by line."""
-    assert rendered(hook_page(Example)).splitlines() == [
+    assert rendered(hook_page(hook_content(Example))).splitlines() == [
         "example  observer, PRE_STEP, SNAPSHOT",
         "Watch the loss closely.",
         "",
@@ -103,7 +103,10 @@ def test_hook_page_has_the_expected_layout():
 
 def test_options_of_shipped_hooks_are_described():
     undocumented = [
-        f"{hook.name}.{name}" for hook in HookRegistry for name in set(hook_options(hook)) - set(documented(hook)[1])
+        f"{hook.name}.{option['name']}"
+        for hook in HookRegistry
+        for option in hook_content(hook)["options"]
+        if not option["about"]
     ]
     assert undocumented == []
 
