@@ -11,7 +11,7 @@ with preserved_streams():
 if TYPE_CHECKING:
     from .board import Board, Groups, Label
     from .frame import newest_table, snapshot_line
-    from .notebook import NotebookOutput
+    from .progress import NotebookOutput
     from .run_console import Mode, RunConsole, watch
     from .runs_line import MARK, RunsLine, ProgressMessages
     from .hook_pages import experiment_list, first_line, hook_content, hook_entry, hook_list, hook_page

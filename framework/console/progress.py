@@ -9,9 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.jupyter import JupyterMixin
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +21,6 @@ from ..doctor import RecentLosses
 from ..errors import describe_error, warn
 from ..hooks import HookPoint, MetricSink, Series
 from .board import flattened
-from .notebook import NotebookOutput
 from .text import duration_text, number_text, printable, rate_text
 
 if TYPE_CHECKING:
@@ -99,6 +100,29 @@ class View(Protocol):
 
     def finish(self, position: Position | None) -> None:
         """Show the last position, if any, and clean up."""
+
+
+class NotebookOutput(JupyterMixin):
+    """One output of the running cell, which shows its newest content."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._shown: RenderableType = ""
+        self._handle: Any = None
+
+    def __rich__(self) -> RenderableType:
+        """Return the content."""
+        return self._shown
+
+    def update(self, shown: RenderableType) -> None:
+        """Replace the content."""
+        from IPython.display import display
+
+        self._shown = Segments(self._console.render(shown))  # with control characters escaped
+        if self._handle is None:
+            self._handle = display(self, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(self)
 
 
 class BarView:

@@ -3,8 +3,7 @@
 from ..explained_step import Explanation
 from .explanation import explain
 from .explanation_text import explanation_lines, row_table
-from .repeated_steps import TrainAgain
-from .rows import rows_by_step
+from .repeated_steps import TrainAgain, rows_by_step
 from .run_trials import try_changes
 from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests
 

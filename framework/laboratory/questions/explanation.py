@@ -16,8 +16,7 @@ from ..explained_step import Branch, Deviation, Explanation
 from ..usual_values import median_outcome, usual_norm
 from ..verdict import Verdict, harms, is_damaged_before, precision_verdict, verdict
 from .departures import HISTORY, MOST_TESTED_STEPS, WINDOW, History, departures, read_history
-from .repeated_steps import TrainAgain, measure
-from .rows import Describe, measured_rows
+from .repeated_steps import Describe, TrainAgain, measure, measured_rows
 
 HISTORY_HOOK, BRANCHES_HOOK = "step_history", "what_if"
 WATCHED = {
