@@ -126,7 +126,7 @@ def _explain(run: RecordedRun, step: int, alert: Mapping[str, Any], output: Outp
     train_again = partial(run.train_again, is_silent=output.is_json)
     last = read_last_step(folder)
     require(last is None or step <= last, f"--step is {step:,}, but the last step of the run in {folder} is {last}.")
-    explanation = explain(train_again, folder, step, describe_row=describe_row, left_out=treatments, last=last)
+    explanation = explain(train_again, folder, step, describe=describe_row, left_out=treatments, last=last)
     if output.is_json:
         content = {"run": str(folder), "folder": str(explanation.folder), **explanation.as_dict()}
         content |= {"alert": alert["sentence"]} if alert else {}

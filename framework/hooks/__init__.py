@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .alerts import ALERTS, LARGEST_STEP, SEVERITIES, Alert, AlertNotice, Recovery, Severity, alert_fields
     from .attention_calls import AttentionCall, FusedCall, ScoreBlock, WrittenCall
     from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
-    from .class_checks import hook_options
+    from .class_checks import HookRegistry, hook_options
     from .commits import Clipping, StatePart, UndeclaredCommitError
     from .contexts import (
         SET_AT, BackwardContext, ForwardResult, MetricInfo, MetricPanel, ObserverServices, OptimizerGroup,
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         ALWAYS, ENDLESS, EPOCH_END, EVERY_STEP, STEP_POINTS, EpochWindow, HookPoint, LoopType, StepSchedule,
         windows_for,
     )
-    from .hook_registry import HookRegistry
     from .metrics import Metrics, MetricSink, MetricValue, Series, as_float
     from .model_data_context import ExpiredError, ModelDataContext, ReadOnlyError
     from .registries import ExperimentRegistry, SinkRegistry

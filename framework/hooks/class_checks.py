@@ -1,4 +1,4 @@
-"""Checks of the classes of hooks that are registered."""
+"""The registry of hooks, and the checks of their classes."""
 
 import inspect
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any
 
 from ..errors import UsageError, describe_error, require, source_location, unknown
-from ..registry import qualified
+from ..registry import Registry, qualified
 from .base import InterventionHook, TrainingHook
 from .commits import StatePart
 from .contexts import metric_table
@@ -107,3 +107,16 @@ def _check_intervention_class(hook: type[InterventionHook], points: set[HookPoin
         if not isinstance(part, StatePart):
             members = ", ".join(f"StatePart.{member.name}" for member in StatePart)
             raise UsageError(f"commits {part!r}; its commits must be some of {members}.")
+
+
+HookRegistry: Registry[type[TrainingHook]] = Registry(
+    "hook",
+    "loopscope.hooks",
+    check_hook_class,
+    TrainingHook,
+    {
+        "laws": "loopscope.laws.hook",
+        "layout_numbers": "loopscope.laws.layout_numbers",
+        "moved_weights": "loopscope.laws.layout_numbers",
+    },
+)

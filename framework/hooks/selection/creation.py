@@ -10,8 +10,7 @@ from typing import Any
 from ...errors import UsageError, unknown, with_lines
 from ...option_words import option_text
 from ..base import TrainingHook
-from ..class_checks import check_hook_class, hook_options
-from ..hook_registry import HookRegistry
+from ..class_checks import HookRegistry, check_hook_class, hook_options
 from ..metrics import MetricSink
 from ..registries import SinkRegistry
 

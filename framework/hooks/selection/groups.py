@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from ...errors import UsageError, unknown
 from ...option_words import option_text
 from ..base import InterventionHook, TrainingHook
-from ..hook_registry import HookRegistry
+from ..class_checks import HookRegistry
 
 KEYWORDS = ("all", "observers", "with_debug")
 """Keywords of ``--hooks``, in addition to names of hooks."""

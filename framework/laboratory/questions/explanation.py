@@ -32,18 +32,8 @@ MOST_TRIED = 4
 """Largest number of steps to run in branches before one of them shows a cause."""
 
 
-def _undescribed(index: int) -> None:
-    """Describe no row."""
-
-
 def explain(
-    train_again: TrainAgain,
-    folder: Path,
-    step: int,
-    *,
-    describe_row: Describe = _undescribed,
-    left_out: Sequence[str] = (),
-    last: int | None = None,
+    train_again: TrainAgain, folder: Path, step: int, *, describe: Describe, left_out: Sequence[str], last: int | None
 ) -> Explanation:
     """Find the first departure in the steps up to ``step`` and its cause, and write both to the run's folder.
 
@@ -51,7 +41,7 @@ def explain(
         train_again: trains a stretch of the run again.
         folder: the run's folder; the results are in its subfolder ``rewinds/explained_step_N``.
         step: the step in question, counted from 1.
-        describe_row: returns a readable description of a row of the data set.
+        describe: returns a readable description of a row of the data set.
         left_out: the run's committing hooks.
         last: the last step of the run, if it has ended.
     """
@@ -61,7 +51,7 @@ def explain(
         return StepRange(first, min(end, last or step + 1), label=f"{place.name}/{name}")
 
     try:
-        explanation = replace(_explain(train_again, stretch, step, describe_row), left_out=left_out)
+        explanation = replace(_explain(train_again, stretch, step, describe), left_out=left_out)
     except DivergedError as error:
         cause, word = (None, "Inconclusive") if error.in_other_environment else ("fault", "Fault")
         sentence = f"{word}: the same program on the same data does not reproduce the run. {error}"
