@@ -190,7 +190,8 @@ def explanation_of(folder: Path, step: int, **options: Any) -> Explanation:
         return session(folder, {hook: hook_options}, **options).rewind(stretch)[0]
 
     runner = Planted(PlantedConfig(**options))
-    return explain(train_again, folder / "planted/plain", step, describe_row=runner.describe_row)
+    run = folder / "planted/plain"
+    return explain(train_again, run, step, describe=runner.describe_row, left_out=(), last=None)
 
 
 def explained_plant(folder: Path, plant: str, seed: int, *, early: bool = False) -> tuple[int, Explanation]:

@@ -108,7 +108,7 @@ def test_first_departure_is_reported_without_cause(causes, step, monkeypatch, tm
     monkeypatch.setattr(explanation, "read_history", lambda run, hook: {})
     monkeypatch.setattr(explanation, "inspect_run", lambda folder: None)
     monkeypatch.setattr(explanation, "_judge", lambda again, stretch, where, *others: judged[where.step])
-    explained = explain(lambda *arguments: tmp_path, tmp_path, 9)
+    explained = explain(lambda *arguments: tmp_path, tmp_path, 9, describe=str, left_out=(), last=None)
     assert (explained.step, explained.where.step) == (9, step)
 
 
