@@ -4,10 +4,9 @@ from .batches import MicroBatches, SeparateBatches, micro_batches, part_of, rows
 from .data_identity import data_changed, fingerprint
 from ..state.generators import Generator
 from .generators import all_holders, attributes, seed_all, undisturbed
-from .loader_inspection import first_batch, preserved_loader, with_copied_batches
+from .loader_inspection import RowsOfRank, first_batch, global_batches, preserved_loader, with_copied_batches
 from .loaders import Batch, Loader, Order, SourceOfRows, TensorLoader, derived_seed, fixed_order, random_order
 from .row_numbers import RowNumbers
-from .rank_rows import RowsOfRank, global_batches
 from .torch_loader import TorchLoader, with_copied_samplers, without_generators
 
 __all__ = [
