@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 from ..checkpoints import Signals, StoppedError
-from ..console import MARK, Mode, ProgressMessages, RunConsole, RunsLine, printable, watch
+from ..console import MARK, Mode, ProgressMessages, RunConsole, RunsLine, lost_rows_text, printable, watch
 from ..errors import LoopscopeError, RunNotice, UsageError, counted, short_path, warn
 from ..interruption import ignore_signal
-from ..runs import RunFolder, Session, StrategyPlan, check_device
+from ..runs import INCOMPLETE, RunFolder, Session, StrategyPlan, check_device
 from ..sweeps import job_signals
-from .lost_rows import require_all_rows
 from .options import Options, config_of, plain, run_options, seeds_of, typed_options, wanted_sinks
 from .parser import ONE_OF_SEVERAL
 
@@ -228,6 +227,14 @@ def train_one_of_several(words: Sequence[str]) -> None:
         require_all_rows(watch(replace(session, signals=job_signals()), "normal"))
     else:
         require_all_rows(replace(session, display=ProgressMessages()).run())
+
+
+def require_all_rows(summaries: Sequence[Mapping[str, Any]]) -> None:
+    """Raise :class:`LoopscopeError`, after which the command ends with status 1, if sinks have lost rows."""
+    incomplete = [summary for summary in summaries if summary["status"] == INCOMPLETE]
+    texts = [f"{run['strategy']}: the training is complete, but {lost_rows_text(run)}." for run in incomplete]
+    if texts:
+        raise LoopscopeError(" ".join(texts))
 
 
 def _stop_with_parent() -> None:

@@ -5,10 +5,10 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..console import first_line
 from ..errors import unknown
 from ..hooks import MetricSink, SinkRegistry
 from ..runs import ExperimentRunner, RunFlags, field_names
+from .hook_pages import first_line
 from .parser import NAMES, CommandParser, Option, field_options, heading_of
 
 Experiment = type[ExperimentRunner[Any]]

@@ -12,8 +12,7 @@ from ..hooks import ExperimentRegistry, SinkRegistry
 from ..runs import ReplaySink, Session, check_device, require, run_folders, warn_of_changes
 from ..sweeps import require_submitit
 from ..training import Parallel, is_main_process, is_restarted, torchrun_world_size
-from .jobs import train_in_parallel
-from .lost_rows import require_all_rows
+from .jobs import require_all_rows, train_in_parallel
 from .options import Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
 from .parser import CommandParser, dashed, write_lines
 from .run_parser import Experiment

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .progress import NotebookOutput
     from .run_console import Mode, RunConsole, watch
     from .runs_line import MARK, RunsLine, ProgressMessages
-    from .hook_pages import experiment_list, first_line, hook_content, hook_entry, hook_list, hook_page
     from .tables import budget_text, final_numbers, lost_rows_text, place_text, result_line, split_columns
     from .terminal import make_console, show_warnings
     from .text import duration_text, in_columns, number_text, printable, shortened, value_text
@@ -23,8 +22,7 @@ else:
 
 __all__ = [
     "MARK", "Board", "Groups", "Label", "Mode", "NotebookOutput", "ProgressMessages", "RunConsole", "RunsLine",
-    "budget_text", "duration_text", "experiment_list", "final_numbers", "first_line", "hook_content", "hook_entry",
-    "hook_list", "hook_page", "in_columns", "lost_rows_text", "make_console", "newest_table", "number_text",
-    "place_text", "printable", "result_line", "shortened", "show_warnings", "snapshot_line", "split_columns",
-    "value_text", "watch",
+    "budget_text", "duration_text", "final_numbers", "in_columns", "lost_rows_text", "make_console", "newest_table",
+    "number_text", "place_text", "printable", "result_line", "shortened", "show_warnings", "snapshot_line",
+    "split_columns", "value_text", "watch",
 ]

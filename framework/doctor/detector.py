@@ -9,10 +9,9 @@ from typing import Any, ClassVar, NamedTuple, get_args, overload
 from ..errors import UsageError, listed
 from ..hooks import Severity
 from ..registry import Registry
-from .findings import Evidence, Finding
+from .findings import Evidence, Finding, Stage
 from .history import History
 from .measures import CHECKS
-from .stages import Stage
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ WORD = re.compile(r"(?<![\w-])--[a-z]")
 OF_THE_COMMAND = "framework/cli/", "framework/sweeps/"
 """Folders whose messages only users of the command see."""
 ALLOWED = {
-    "framework/console/hook_pages.py": ["--hook-config"],  # a page of the command
     "framework/console/tables.py": ["--metrics"],  # a shell command
     "framework/doctor/diagnosis_text.py": ["loopscope check --laws"],  # a shell command
     "framework/doctor/detectors/losses.py": ["--spike"],  # a shell command

@@ -9,9 +9,9 @@ import numpy as np
 from ...errors import counted, listed
 from .. import Curve, Detector, Evidence, Finding, History, Rule, Threshold
 from ..detector import SetUpDetector
+from ..findings import Stage
 from ..history import median_of
 from ..measures import CHECKS, compared, divided_afterwards, is_minimised, learns_values
-from ..stages import Stage
 from .learning_rates import is_warming_up
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope import sinks as shipped  # noqa: F401 - fills the registry of sinks
-from loopscope.console import RunConsole, experiment_list, hook_content, hook_list, hook_page, printable
+from loopscope.cli.hook_pages import experiment_list, hook_content, hook_list, hook_page
+from loopscope.console import RunConsole, printable
 from loopscope.console.terminal import LastingConsole
 from loopscope.hooks import Alert, HookPoint, MetricInfo, Series, TrainingHook
 from loopscope.runs import ExperimentRunner

@@ -8,7 +8,7 @@ from loopscope import (
     experiments,  # noqa: F401 - fills the registry
     training_hooks,  # noqa: F401 - fills the registry
 )
-from loopscope.console.hook_pages import experiment_list, first_line, hook_content, hook_list, hook_page, points_text
+from loopscope.cli.hook_pages import experiment_list, first_line, hook_content, hook_list, hook_page, points_text
 from loopscope.console.tables import comparison_rows, comparison_table, hook_table, result_line
 from loopscope.hooks import ExperimentRegistry, HookPoint, HookRegistry, MetricInfo, TrainingHook, hook_options
 from loopscope.hooks.selection import hook_kind

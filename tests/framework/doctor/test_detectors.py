@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from loopscope.doctor import Detector, DetectorRegistry, Finding, History, Threshold, all_detectors, diagnose
 from loopscope.doctor.detector import Rule, median
-from loopscope.doctor.stages import EXCEPTIONS, Stage
+from loopscope.doctor.findings import EXCEPTIONS, Stage
 from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import HookRegistry, Series
 from loopscope.laws import LawRegistry, shipped
