@@ -14,7 +14,7 @@ Each attribute is read with a default, so that a version of torch without it giv
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -56,6 +56,16 @@ def all_nodes(root: Any, most: float = MOST_NODES) -> Iterator[Any]:
             return
         seen.update(new)
         waiting += new
+
+
+def walk(root: Any, follows: Callable[[Any], bool], most: int) -> Iterator[Any]:
+    """Yield the nodes from this one on in breadth, up to a limit, and not behind those that are not to be followed."""
+    waiting, seen = ([root], {root}) if root is not None else ([], set())
+    for node in waiting:
+        yield node
+        new = [item for item in inputs_of(node) if item not in seen] if follows(node) else []
+        waiting += new[: most - len(waiting)]
+        seen.update(new)
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:

@@ -18,6 +18,7 @@ from .autograd_nodes import (
     output_of,
     saved_integer,
     saved_value,
+    walk,
     without_views,
 )
 from .backward_passes import BackwardPass
@@ -181,14 +182,11 @@ def _next(node: Any) -> Any:
 
 def _visited(root: Any) -> Iterator[Any]:
     """Yield the nodes from a term of a sum to the inputs of its loss functions, in breadth, up to a limit."""
-    waiting, seen = [root], {root}
-    for node in waiting:
-        yield node
-        inputs = inputs_of(node)
-        is_term = len(inputs) == 1 or operation_of(node) in TERMS
-        new = [item for item in inputs if item not in seen] if is_term else []
-        waiting += new[: MOST_VISITED - len(waiting)]
-        seen.update(new)
+    return walk(root, _is_term, MOST_VISITED)
+
+
+def _is_term(node: Any) -> bool:
+    return len(inputs_of(node)) == 1 or operation_of(node) in TERMS
 
 
 def _reduction(nodes: list[Any], names: list[str]) -> tuple[str, float, bool]:
@@ -436,7 +434,7 @@ def _lacks_log_softmax(nodes: list[Any], names: list[str]) -> bool:
 
 def _has_divergence_of_probabilities(root: Any) -> bool:
     """Return whether a term is ``kl_div``, which is t·log(t) − t·x, with the probabilities of a softmax as x."""
-    for term in _visited(root) if root is not None else ():
+    for term in _visited(root):
         names = [name for name in map(operation_of, path_of(term)) if name not in VIEWS]
         if names[:1] in (["Sum"], ["Mean"]) and names[1:4] == ["Sub", "Mul", "Softmax"]:
             return True
@@ -574,19 +572,17 @@ def _is_broadcast(root: Any) -> bool:
     All terms of the loss are searched, up to operations that are not element by element. Pairs that are formed on
     purpose begin with an added dimension, ``x[:, None]``, or have a separate matrix, such as a mask.
     """
-    waiting, seen = ([root], {root}) if root is not None else ([], set())
-    for node in waiting:
-        name, inputs = operation_of(node), inputs_of(node)
-        if name not in ELEMENTWISE:
-            continue
-        if name in BROADCASTING and any(_is_squared(node, item) for item in inputs):
+    for node in walk(root, _is_elementwise, MOST_VISITED):
+        inputs = inputs_of(node)
+        if operation_of(node) in BROADCASTING and any(_is_squared(node, item) for item in inputs):
             is_on_purpose = any(operation_of(item) in ("Unsqueeze", "Expand") for item in inputs)
             if not is_on_purpose and not _has_matrix(node):
                 return True
-        new = [item for item in inputs if item not in seen]
-        waiting += new[: MOST_VISITED - len(waiting)]
-        seen.update(new)
     return False
+
+
+def _is_elementwise(node: Any) -> bool:
+    return operation_of(node) in ELEMENTWISE
 
 
 def _is_squared(outer: Any, inner: Any) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .autograd_nodes import inputs_of, operation_of
+from .autograd_nodes import inputs_of, operation_of, walk
 from .policy_graph import PASSED, is_log_probability, is_probability, log_probs_at
 
 MOST_NODES = 512
@@ -21,7 +21,7 @@ def trained_sides(loss: Tensor) -> tuple[list[Tensor], list[Tensor]] | None:
     The two have no parameter in common. The first one of a divergence Σ p·(log p − log q) is that of p, if nothing
     else in the loss reaches it; a distribution p that is learned otherwise, such as a posterior, is no teacher.
     """
-    nodes = [*_outer(loss.grad_fn)] if loss.grad_fn is not None else []
+    nodes = [*_outer(loss.grad_fn)]
     sides = next((found for node in nodes if (found := _of_ratio(node) or _of_preference(node)) is not None), None)
     sides = sides or _of_divergences(loss.grad_fn, nodes)
     return None if sides is None else (list(sides[0].values()), list(sides[1].values()))
@@ -29,14 +29,11 @@ def trained_sides(loss: Tensor) -> tuple[list[Tensor], list[Tensor]] | None:
 
 def _outer(root: Any) -> Iterator[Any]:
     """Yield the nodes from a loss to the log-probabilities, in breadth."""
-    waiting, seen = [root], {root}
-    for node in waiting:
-        yield node
-        if operation_of(node) not in OF_LOSSES and not operation_of(node).startswith("NllLoss"):
-            continue
-        new = [item for item in inputs_of(node) if item not in seen]
-        waiting += new[: MOST_NODES - len(waiting)]
-        seen.update(new)
+    return walk(root, _is_of_losses, MOST_NODES)
+
+
+def _is_of_losses(node: Any) -> bool:
+    return operation_of(node) in OF_LOSSES or operation_of(node).startswith("NllLoss")
 
 
 def _of_ratio(node: Any) -> tuple[Side, Side] | None:
