@@ -15,15 +15,14 @@ from numpy.typing import NDArray
 from ..doctor import WORDS, StepTimes, memory_text, milliseconds_text
 from ..errors import listed, shortened
 from ..hooks import HookRegistry, MetricInfo
-from .alert_section import alert_section, is_phase, phase_section
 from .comparison import compare_over_seeds, differing_parts, evaluations
 from .curves import MetricCurve
-from .diagnosis_section import badge, run_cards, verdict_of
 from .record_scan import Scan
 from .relevance import finding_marks, order_of
 from .result_table import result_table
 from .run_reader import ShownRun, ThinnedRows
 from .run_styles import RunStyle, styles_of
+from .sections import alert_section, badge, is_phase, phase_section, run_cards, verdict_of
 from .seeds import mean_curve
 from .tables import cells, table, text, titled
 

@@ -30,8 +30,8 @@ from loopscope.doctor.diagnosis import with_spacing
 from loopscope.doctor.findings import ranked
 from loopscope.errors import RunNotice
 from loopscope.hooks import HookPoint, Series
-from loopscope.report.diagnosis_section import verdict_of
 from loopscope.report.run_reader import read_shown
+from loopscope.report.sections import verdict_of
 from loopscope.runs import read_history
 from torch import nn
 
