@@ -3,9 +3,13 @@
 import argparse
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
+from jsonargparse import get_loader
 
 from ..errors import UsageError, listed, require, shortened, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, MetricSink, hook_options
@@ -13,7 +17,6 @@ from ..runs import ExperimentConfig, RunFlags, RunOptions, RunRecord, field_name
 from ..sweeps import with_all_seeds
 from .parser import NAMES, NEGATIVE_NUMBER, CommandParser, dashed, typed
 from .run_parser import Experiment, flag_name, flag_sinks, run_parser
-from .values import read_yaml
 
 Options = dict[str, Any]
 PREFIX = re.compile(r"^hook[-_]config\.")
@@ -67,6 +70,32 @@ def read_config(path: Path) -> dict[Any, Any]:
         assignments = _assignments(given) if isinstance(given, Mapping) else typed("--hook-config", given, NAMES)
         options[key] = [*assignments, *_assignments(dotted)]
     return options
+
+
+def read_yaml(text: str, source: str) -> Any:
+    """Parse YAML.
+
+    Raises:
+        UsageError: starting with ``source``, for text that is not YAML, and for a repeated key.
+    """
+    try:
+        content = get_loader("yaml")(text)
+        _refuse_repeated(yaml.compose(text, Loader=yaml.SafeLoader), source)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{source} is not YAML: {error}.") from error
+    return content
+
+
+def _refuse_repeated(node: Any, source: str) -> None:
+    """Raise :class:`UsageError` for a repeated key: YAML readers silently keep the last value."""
+    inner = node.value if isinstance(node, yaml.CollectionNode) else []
+    if isinstance(node, yaml.MappingNode):
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key in (key for key, times in keys.items() if times > 1):
+            raise UsageError(f"{source} has the key {shortened(key)!r} {keys[key]} times; keep one of them.")
+        inner = [value for _, value in node.value]
+    for value in inner:
+        _refuse_repeated(value, source)
 
 
 def without_dots(words: Iterable[str]) -> list[str]:

@@ -28,7 +28,7 @@ ALLOWED = {
     "framework/doctor/diagnosis_text.py": ["loopscope check --laws"],  # a shell command
     "framework/doctor/detectors/losses.py": ["--spike"],  # a shell command
     "framework/doctor/detectors/speed.py": ["--profile-hooks"],  # for both, as findings are read by both
-    "framework/laboratory/questions/run_trials.py": ["--save-checkpoints"],  # for users of the command
+    "framework/laboratory/questions/trial_plan.py": ["--save-checkpoints"],  # for users of the command
     "framework/option_words.py": ["--hook-config"],
     "framework/report/page.py": ["--profile-hooks"],  # a heading in the page of the command
     "framework/runs/replay.py": ["--no-"],  # for users of the command

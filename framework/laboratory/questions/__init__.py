@@ -4,8 +4,7 @@ from ..explained_step import Explanation
 from .explanation import explain
 from .explanation_text import explanation_lines, row_table
 from .repeated_steps import TrainAgain, rows_by_step
-from .run_trials import try_changes
-from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests
+from .trial_plan import HOOK, TrialPlan, diagnosis_with_tests, try_changes
 
 __all__ = [
     "HOOK", "Explanation", "TrainAgain", "TrialPlan", "diagnosis_with_tests", "explain", "explanation_lines",

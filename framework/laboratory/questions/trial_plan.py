@@ -1,20 +1,27 @@
-"""Plans of tests: which findings are tested at which step by which changes, and the diagnosis with their results."""
+"""Tests of findings: which are tested at which step by which changes, the branches, and the diagnosis with results."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from ...checkpoints import checkpoints_by_moment
 from ...doctor import Diagnosis, Finding, History, ranked
-from ...errors import listed
+from ...errors import LoopscopeError, listed
+from ...hooks import HookRegistry
+from ...runs import DivergedError, RunFolder, StepRange
 from ..changes import EVENTS, LEAD, SYMPTOMS, UNCHANGED, UNTESTABLE, TrialChange, changes_for
 from ..effects import effect_of
 from ..usual_values import RECENT, usual_norm
 from ..verdict import ChangeTest, change_tests
+from .repeated_steps import TrainAgain, measure
 
 ODDS_FACTOR = 4.0
 """Factor by which a confirming test multiplies the odds of a finding's confidence, and a refuting one divides them."""
 MOST_CONFIDENT = 0.99
+MOST_REPEATED = 500
+"""Steps that are trained again from the start of a run if no checkpoint precedes the branches."""
 HOOK = "hypothesis_test"
 """The hook that trains the branches."""
 MOST_KINDS = 10
@@ -96,7 +103,7 @@ def _place(finding: Finding) -> tuple[int, int]:
 
 def diagnosis_with_tests(
     diagnosis: Diagnosis,
-    measure: Callable[[TrialPlan], Mapping[str, Any] | str],
+    measure_plan: Callable[[TrialPlan], Mapping[str, Any] | str],
     *,
     from_present: bool,
     left_out: Sequence[str] = (),
@@ -105,14 +112,14 @@ def diagnosis_with_tests(
 
     Args:
         diagnosis: the findings without tests.
-        measure: returns the measurements of the hook for a plan, or the reason why there are none.
+        measure_plan: returns the measurements of the hook for a plan, or the reason why there are none.
         from_present: as in :func:`trial_plans`.
         left_out: names of the committing hooks of the run, which are disabled in the branches.
     """
     tests: dict[int, Sequence[ChangeTest]] = {}
     plans, sentences = trial_plans(diagnosis, from_present=from_present)
     for plan in plans:
-        measured = measure(plan)
+        measured = measure_plan(plan)
         for finding in plan.findings:
             found = _tests_of(finding, plan, measured)
             if isinstance(found, str):
@@ -164,3 +171,49 @@ def with_tests(finding: Finding, tests: Sequence[ChangeTest]) -> Finding:
         return replace(finding, tests=tests)
     confidence = odds / (1 + odds)
     return replace(finding, tests=tests, confidence=min(confidence, max(MOST_CONFIDENT, finding.confidence)))
+
+
+def try_changes(
+    train_again: TrainAgain,
+    folder: Path,
+    diagnosis: Diagnosis,
+    history: History,
+    *,
+    branches: int,
+    steps: int,
+    left_out: Sequence[str] = (),
+) -> Diagnosis:
+    """Return the diagnosis of a run with tests of its findings, in the order of their new confidences.
+
+    Args:
+        train_again: trains a stretch of the run again.
+        folder: the run's folder; the measurements are in its subfolder ``rewinds/hypotheses_step_N``.
+        diagnosis: the findings.
+        history: what the run has recorded.
+        branches: number of unchanged branches, and of branches with each change.
+        steps: number of steps of a branch.
+        left_out: names of the run's committing hooks, which are disabled in the branches.
+
+    Raises:
+        UsageError: for a number of branches or steps that the hook does not accept.
+    """
+
+    def measure_plan(plan: TrialPlan) -> Mapping[str, Any] | str:
+        options = plan.options(history, branches, steps)
+        HookRegistry.get(HOOK)(**options)  # raises an error for wrong numbers before the run is trained again
+        moments = checkpoints_by_moment(RunFolder(folder, folder.name).checkpoints)
+        if plan.step - 1 > MOST_REPEATED and not any(saved < plan.step for _, saved in moments):
+            return (
+                f"the run has no checkpoint before step {plan.step:,}, and is too far from its start; train it with "
+                "--save-checkpoints"
+            )
+        stretch = StepRange(plan.step, plan.step, label=f"hypotheses_step_{plan.step}")
+        try:
+            measured = measure(train_again, stretch, HOOK, options)
+        except DivergedError as error:
+            return f"the same program does not reproduce the run. {str(error).rstrip('.')}"
+        except LoopscopeError as error:
+            return f"the run cannot be repeated from there. {str(error).rstrip('.')}"
+        return measured or f"the hook {HOOK!r} recorded nothing at step {plan.step:,}"
+
+    return diagnosis_with_tests(diagnosis, measure_plan, from_present=False, left_out=left_out)
