@@ -78,13 +78,10 @@ LONGEST_TEXT = 400
 _SITE_PACKAGES = f"site-packages{os.sep}"
 
 
-def raised_in_user_code(error: BaseException) -> bool:
-    """Return whether an error passed through code outside of loopscope, torch, NumPy and the standard library."""
-    return bool(user_code_lines(error))
-
-
 def user_code_lines(error: BaseException) -> str:
-    """Return the lines of user code in the traceback of an error, outermost first.
+    """Return the lines of user code in the traceback of an error, outermost first; empty if it passed through none.
+
+    User code is that outside of loopscope, torch, NumPy and the standard library.
 
     An example of a line is ``spread.py:17 in compute: return {"std": ctx.batch_dta[0].std()}``. Installed packages are
     included only if there is no other user code; of many lines the first and the last are returned.

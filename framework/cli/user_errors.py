@@ -7,7 +7,7 @@ from traceback import format_exception
 
 from ..checkpoints import StoppedError
 from ..console import printable
-from ..errors import LoopscopeError, raised_in_user_code, with_lines
+from ..errors import LoopscopeError, user_code_lines, with_lines
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def user_errors(*, full_traceback: bool) -> Iterator[None]:
         yield
     except Exception as error:
         is_ours = isinstance(error, LoopscopeError)
-        if not is_ours and not raised_in_user_code(error):
+        if not is_ours and not user_code_lines(error):
             raise
         if full_traceback and not isinstance(error, StoppedError):
             sys.stderr.write("\n".join(map(printable, "".join(format_exception(error)).split("\n"))))

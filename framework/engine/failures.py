@@ -15,7 +15,6 @@ from ..errors import (
     UnsuitableError,
     UsageError,
     describe_error,
-    raised_in_user_code,
     shortened,
     source_location,
     user_code_lines,
@@ -98,7 +97,7 @@ class HookFailures:
             warn(f"{message}{full_stop} The run continues without this hook.", stacklevel=3)
             return Failure(hook.name, where, step, message, "skipped")
         is_reloaded = step <= self.reloaded.get(hook.name, -1) and not isinstance(error, (LoopscopeError, Warning))
-        if is_reloaded and not raised_in_user_code(error):
+        if is_reloaded and not user_code_lines(error):
             raise ReloadedHookError(message) from error
         failure = HookError(message)
         failure.__cause__ = error

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..data import Loader
-from ..errors import InvalidExperimentError, LoopscopeError, UsageError, listed, nearest, raised_in_user_code, shortened
+from ..errors import InvalidExperimentError, LoopscopeError, UsageError, listed, nearest, shortened, user_code_lines
 from ..hooks import HookRegistry, TrainingHook, metric_table
 from ..hooks.selection import always_on
 from ..registry import where
@@ -205,7 +205,7 @@ def as_experiment_fault(error: BaseException) -> InvalidExperimentError | None:
     """
     # The frames of `call_method` in the traceback name the experiment and its method, at no cost while nothing fails.
     frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__) if frame.f_code is call_method.__code__]
-    if isinstance(error, InvalidExperimentError) or not frames or raised_in_user_code(error):
+    if isinstance(error, InvalidExperimentError) or not frames or user_code_lines(error):
         return error if isinstance(error, InvalidExperimentError) else None
     runner, method, reason = frames[-1]["runner"], frames[-1]["method"], shortened(str(error), 200).rstrip(".")
     is_of_loopscope = type(runner).__module__.startswith("loopscope.") or isinstance(error, LoopscopeError)

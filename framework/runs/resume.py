@@ -15,9 +15,9 @@ from ..errors import (
     UsageError,
     listed,
     notice,
-    raised_in_user_code,
     short_path,
     shortened,
+    user_code_lines,
 )
 from ..option_words import option_text
 from ..state import LoopState
@@ -86,7 +86,7 @@ def checkpoint_errors(checkpoint: Checkpoint | None, loop: LoopState) -> Iterato
         ):
             raise
         # A warning that a filter turned into an error does not depend on the checkpoint.
-        if not of_hook and (isinstance(error, Warning) or raised_in_user_code(error)):
+        if not of_hook and (isinstance(error, Warning) or user_code_lines(error)):
             error.add_note(f"This happened before the end of the first step after {checkpoint.folder}.")
             raise
         text = str(error) if of_hook else f"{type(error).__name__}: {error}"
