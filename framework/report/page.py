@@ -21,10 +21,9 @@ from .record_scan import Scan
 from .relevance import finding_marks, order_of
 from .result_table import result_table
 from .run_reader import ShownRun, ThinnedRows
-from .run_styles import RunStyle, styles_of
 from .sections import alert_section, badge, is_phase, phase_section, run_cards, verdict_of
 from .seeds import mean_curve
-from .tables import cells, table, text, titled
+from .tables import RunStyle, cells, styles_of, table, text, titled
 
 LARGEST_PAGE = 8_000_000
 MOST_PIXELS, FEWEST_PIXELS, PIXELS_PER_ROW = 1000, 4, 5

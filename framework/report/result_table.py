@@ -10,8 +10,7 @@ from ..hooks import HookRegistry
 from .comparison import differing_parts
 from .relevance import LOSSES, direction_of, last_part, validation_numbers
 from .run_reader import ShownRun
-from .run_styles import RunStyle
-from .tables import grid, text, titled
+from .tables import RunStyle, grid, text, titled
 
 TRAINING_LOSS = "training loss"
 MOST_NUMBERS, MOST_SETTINGS, LONGEST_SETTING = 4, 4, 24

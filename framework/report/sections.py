@@ -7,8 +7,7 @@ from ..doctor import SEVERITIES, Diagnosis, Finding, evidence_text
 from ..errors import counted, listed
 from .relevance import FindingGroup, finding_groups
 from .run_reader import ShownRun
-from .run_styles import RunStyle
-from .tables import grid, labelled, text, titled
+from .tables import RunStyle, grid, labelled, text, titled
 
 LONGEST_SENTENCE, LONGEST_STATE, LONGEST_IN_TABLE = 1000, 300, 300
 MOST_OPEN = 3  # findings of the page with all details; the others are lines that open

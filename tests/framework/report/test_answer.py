@@ -10,8 +10,8 @@ from loopscope.hooks import ALERTS
 from loopscope.report import FoundRun, ShownRun, ordered
 from loopscope.report.relevance import finding_groups
 from loopscope.report.run_reader import read_shown
-from loopscope.report.run_styles import COLOURS, RunStyle
 from loopscope.report.sections import verdict_of
+from loopscope.report.tables import COLOURS, RunStyle
 from loopscope.runs import read_history
 
 from tests.framework.report.faulty_runs import SPIKE, faulty_run, healthy_run
