@@ -24,7 +24,7 @@ COMMANDS = {
     **{name: name for name in ("report", "rewind", "verify")},
 }
 """The module of each command; only that of the given command is imported."""
-READERS = frozenset({"ls", "show", "doctor", "alerts", "compare"})
+READERS = frozenset({"ls", "show", "doctor", "alerts", "compare", "report"})
 """Commands that only read runs: their modules do not import torch, which takes over a second, nor hooks."""
 
 

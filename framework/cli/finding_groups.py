@@ -23,7 +23,7 @@ def finding_groups(diagnoses: Sequence[Diagnosis], records: Sequence[RunRecord])
         for finding in {finding.id: finding for finding in reversed(diagnosis.findings)}.values():
             severities.setdefault(finding.id, []).append(finding.severity)
             affected.setdefault(finding.id, []).append(index)
-    settings = associations(affected, [*map(_settings_of, records)])
+    settings = associations(affected, [*map(settings_of, records)])
     groups = [
         {
             "id": name,
@@ -69,7 +69,7 @@ def _importance(group: Mapping[str, Any]) -> tuple[int, int, str]:
     return SEVERITIES.index(group["severity"]), group["runs"], group["id"]
 
 
-def _settings_of(record: RunRecord) -> dict[str, Any]:
+def settings_of(record: RunRecord) -> dict[str, Any]:
     """Return the settings of a run: the words of a script, its training, or the options of an experiment."""
     words = list(record.provenance.get("watch", {}).get("command", ()))
     given = {

@@ -2,15 +2,18 @@
 
 import os
 from collections.abc import Sequence
+from importlib import import_module
 from operator import methodcaller
 from pathlib import Path
 
 from ..console import place_text, result_line
 from ..durable_files import write_atomically
 from ..errors import counted
+from ..many_runs import indexed_runs
 from ..optional_packages import require_package
-from ..report import MARK, ShownRun, elided, page_of, read_shown, run_labels
-from ..runs import ATTACHED, require, run_folders
+from ..report import MARK, MOST_RUNS, ShownRun, elided, page_of, read_shown, run_labels
+from ..runs import ATTACHED, require
+from .folder_report import folder_content, folder_page
 from .parser import CommandParser, write_lines
 from .plot import is_free
 
@@ -20,7 +23,7 @@ UNENDED = {"running": "still running", "killed": "killed, or ended without a sum
 def report_parser() -> CommandParser:
     """Build the parser of ``loopscope report``."""
     parser = CommandParser("report RUN... [-o PAGE]", "Write an HTML page with curves and tables of runs.")
-    parser.add_argument("RUN", nargs="*", help="the folder of a run, or of an experiment for all its strategies")
+    parser.add_argument("RUN", nargs="*", help="the folder of a run, or a folder with runs at any depth")
     page = "the file to write (default: report.html)"
     parser.add_argument("-o", "--out", metavar="PAGE", default="report.html", help=page)
     parser.add_argument("--overwrite", action="store_true", help="overwrite an existing file at --out")
@@ -38,13 +41,21 @@ def report(words: Sequence[str]) -> None:
     may_write = is_free(path, MARK) or given["overwrite"]
     require(may_write, f"{path} exists and is not a loopscope report; use --overwrite, or another --out.")
     require_package("plotly", "loopscope report")
-    folders = {folder.resolve(): folder for run in given["RUN"] for folder in run_folders(Path(run), "report")}
-    labels, most = run_labels([*folders]), given["most_mib"] * 2**20
-    shorter = elided(labels)
-    runs = [read_shown(folder, label, most) for folder, label in zip(folders.values(), shorter, strict=True)]
-    for shown, name in zip(runs, labels, strict=True):
-        shown.name = name
-    page = page_of(runs, [sentence_of(shown) for shown in runs], title_of(labels, [*folders]))
+    with indexed_runs() as index:
+        found = [(Path(run), folder) for run in given["RUN"] for folder in index.folders(Path(run), "report")]
+        folders = {folder.resolve(): folder for _, folder in found}
+        labels, most = run_labels([*folders]), given["most_mib"] * 2**20
+        title = title_of(labels, [*folders])
+        if len(folders) > MOST_RUNS:
+            content = folder_content([*folders.values()], labels, index, most)
+            runs, page = content.runs, folder_page(content, title, index, found[0][0], sentence_of)
+        else:
+            import_module("loopscope.training_hooks")  # whose hooks describe their metrics
+            shorter = elided(labels)
+            runs = [read_shown(folder, label, most) for folder, label in zip(folders.values(), shorter, strict=True)]
+            for shown, name in zip(runs, labels, strict=True):
+                shown.name = name
+            page = page_of(runs, [sentence_of(shown) for shown in runs], title)
     write_atomically(path, methodcaller("write", page))
     write_lines(*(problem for shown in runs for problem in shown.problems))
     write_lines(f"Wrote {path} ({len(page) / 1e6:.1f} MB); open it in a browser.")

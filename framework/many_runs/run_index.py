@@ -74,7 +74,7 @@ class RunIndex:
         for _ in range(2):
             try:
                 self._database = self._connected()
-                self._remove_others({self._key(run) for run in runs})
+                self._remove_others({b".", *map(self._key, runs)})
             except sqlite3.OperationalError:  # locked, or a folder that cannot be written
                 self.close()
             except sqlite3.DatabaseError:  # damaged

@@ -1,17 +1,30 @@
 """What the commands ask of runs: state, diagnosis and summary of the metrics, from the index where it has them."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..doctor import Diagnosis, Finding, diagnose
 from ..durable_files import plain_json
-from ..report import FoundRun, MetricSummary, Scan, evaluations, first_difference, inspect_run, scan
+from ..report import (
+    BinnedCurve,
+    FoundRun,
+    MetricCurve,
+    MetricSummary,
+    Scan,
+    evaluations,
+    explained,
+    first_difference,
+    inspect_run,
+    read_curves,
+    scan,
+)
 from ..runs import CONFIG, SETTINGS, RunRecord, is_file_name, read_history, run_folders
-from .run_index import Form, RunIndex
+from .run_index import DECODING, Form, RunIndex, noticed_warnings
 from .run_paths import found_runs, run_paths
 
 
@@ -105,6 +118,39 @@ class IndexedRuns:
         metrics = {name: metric for name, metric in result.metrics.items() if wanted(name)}
         return replace(result, metrics=metrics)
 
+    def curves(self, folder: Path, names: Sequence[str]) -> dict[str, BinnedCurve]:
+        """Return the curves of a run in some metrics; an empty one for a metric that it does not have.
+
+        Raises:
+            UsageError: if the folder has no run, or its record is damaged.
+        """
+        index, kinds = self.index_of(folder), {f"curve {name}": name for name in names}
+        state = index.state_of(folder)
+        curves: dict[str, BinnedCurve] = {}
+        for kind, content in index.stored(folder, kinds, state).items():
+            with suppress(*DECODING):
+                curves[kinds[kind]] = BinnedCurve.of_bytes(content)
+        missing = [name for name in names if name not in curves]
+        if missing:
+            with noticed_warnings() as noticed:
+                read = read_curves(folder, set(missing).__contains__).curves
+            empty = MetricCurve.of_points([], [])
+            binned = {name: BinnedCurve.of(read.get(name, empty)) for name in missing}
+            if state is not None and not noticed:
+                index.store(folder, state, {f"curve {name}": curve.as_bytes() for name, curve in binned.items()})
+            curves |= binned
+        return curves
+
+    def explained(self, folder: Path, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+        """Return the descriptions of metrics in the runs of a folder; the hooks that have them need torch."""
+
+        def described() -> Mapping[str, Mapping[str, Any]]:
+            import_module("loopscope.training_hooks")
+            return explained(names)
+
+        index = self._indices.get(folder, RunIndex(folder))
+        return index.value(folder, "descriptions", Form(described, dict, _descriptions_of), of=f" {list(names)}")
+
     def first_difference(self, first: Scan, other: Scan) -> dict[str, Any]:
         """Return the first step at which two records differ."""
         state = self.index_of(first.folder).state_of(first.folder)
@@ -184,6 +230,12 @@ def _plain_length(length: tuple[int, int] | None) -> tuple[int, int] | None:
 def _length_of(content: Sequence[Any]) -> tuple[int, int] | None:
     epoch, step = content
     return int(epoch), int(step)
+
+
+def _descriptions_of(content: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    if not all(isinstance(item, str | bool) for entry in content.values() for item in entry.values()):
+        raise TypeError("a description is no text")
+    return content
 
 
 def _everything(name: str) -> bool:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..doctor import WORDS, StepTimes, memory_text, milliseconds_text
 from ..errors import listed, shortened
-from ..hooks import HookRegistry, MetricInfo
+from ..runs import RunRecord
 from .comparison import compare_over_seeds, differing_parts, evaluations
 from .curves import MetricCurve
 from .record_scan import Scan
@@ -214,7 +214,7 @@ def metrics_of(
 def _curve(index: int, steps: Sequence[float], values: Sequence[float], pixels: int) -> dict[str, Any]:
     curve = MetricCurve.of_points(steps, values)
     kept = thinned(curve, pixels)
-    drawn = _plain(curve.values[kept].tolist(), is_whole=len(kept) == len(curve.steps))
+    drawn = plain_values(curve.values[kept].tolist(), is_whole=len(kept) == len(curve.steps))
     return {"run": index, "steps": [*map(int, curve.steps[kept])], "values": drawn, "points": len(curve.steps)}
 
 
@@ -228,18 +228,19 @@ def _mean(group: str, seeds: Sequence[int], runs: Sequence[ShownRun], name: str,
     kept = thinned(curve, pixels)
     values, half = curve.values[kept], curve.half[kept]
     drawn = {"low": values - half, "values": values, "high": values + half}
-    plain = {part: _plain(numbers.tolist(), is_whole=False) for part, numbers in drawn.items()}
+    plain = {part: plain_values(numbers.tolist(), is_whole=False) for part, numbers in drawn.items()}
     steps = [*map(int, curve.steps[kept])]
     return {"group": group, "runs": seeds, "steps": steps, **plain, "points": len(curve.steps)}
 
 
 def _map(index: int, metric: ThinnedRows, pixels: int) -> dict[str, Any]:
     stride = math.ceil(len(metric.rows) / max(1, pixels // PIXELS_PER_ROW))
-    rows = [_plain(row, is_whole=False) for row in metric.rows[::stride]]
+    rows = [plain_values(row, is_whole=False) for row in metric.rows[::stride]]
     return {"run": index, "steps": metric.steps[::stride], "rows": rows, "seen": metric.seen, "longest": metric.longest}
 
 
-def _plain(values: Sequence[float], *, is_whole: bool) -> list[float | str]:
+def plain_values(values: Sequence[float], *, is_whole: bool) -> list[float | str]:
+    """Return numbers for JSON, with six digits unless the curve is whole; those that are not finite are words."""
     exact: Sequence[float] = values if is_whole else [float(f"{value:.{DIGITS}g}") for value in values]
     return [value if math.isfinite(value) else repr(value) for value in exact]
 
@@ -269,8 +270,10 @@ def thinned(curve: MetricCurve, pixels: int) -> NDArray[np.intp]:
 
 def explained(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the descriptions of metrics by registered hooks, by full name, and whether the hook is always on."""
+    from ..hooks import HookRegistry  # needs torch, unlike the rest of this module
+
     hooks = {hook.name: hook for hook in HookRegistry}
-    tables: dict[str, dict[str, MetricInfo]] = {}
+    tables: dict[str, dict[str, Any]] = {}
     descriptions: dict[str, dict[str, Any]] = {}
     for name in names:
         hook, _, metric = name.partition("/")
@@ -289,15 +292,20 @@ def tables_of(runs: Sequence[ShownRun]) -> str:
     parts = differing_parts(records) if records else []
     differ = [(f"{row['part']} {row['name']}", *row["values"].values()) for row in parts]
     costs = [(shown.label, hook, *cells(cost, COSTS)) for shown in runs for hook, cost in shown.costs.items()]
-    environments = [record.surroundings for record in records.values()]
+    differences = table("Differences between the runs", ("", *records), differ)
+    profile = table("Cost by hook, of runs with --profile-hooks", ("run", "hook", *COSTS), costs, folded=True)
+    return step_time_table(runs) + differences + profile + environment_table([*records.values()])
+
+
+def environment_table(records: Sequence[RunRecord]) -> str:
+    """Return the table of the values of any run in each entry of its environment."""
+    environments = [record.surroundings for record in records]
     names = dict.fromkeys(name for environment in environments for name in environment)
     values = [
         (name, "; ".join(dict.fromkeys(str(environment[name]) for environment in environments if name in environment)))
         for name in names
     ]
-    differences = table("Differences between the runs", ("", *records), differ)
-    profile = table("Cost by hook, of runs with --profile-hooks", ("run", "hook", *COSTS), costs, folded=True)
-    return step_time_table(runs) + differences + profile + table("Environment", ("", "of any run"), values, folded=True)
+    return table("Environment", ("", "of any run"), values, folded=True)
 
 
 def step_time_table(runs: Sequence[ShownRun]) -> str:

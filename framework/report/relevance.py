@@ -2,12 +2,13 @@
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..doctor import COURSE, SEVERITIES, Finding, by_common_name
-from ..hooks import HookRegistry
+from .curves import EVALUATED_BY
 from .run_reader import ShownRun
 
 LOSSES = ("training_checks/loss", "training_metrics/loss")
@@ -55,8 +56,7 @@ def ordered(sizes: Mapping[str, int], findings: Sequence[Finding], alerted: Sequ
     further = [longest for kind in FURTHER if (longest := _longest(sizes, kind))]
     first = list(dict.fromkeys([*main, *evidence, *evaluations, *further]))
     others = [name for name in sizes if name not in first]
-    always = [hook.name for hook in HookRegistry if hook.always]
-    hooks = list(dict.fromkeys([*always, *map(_hook, recorded), *alerted, *map(_hook, others)]))
+    hooks = list(dict.fromkeys([*always_on(), *map(_hook, recorded), *alerted, *map(_hook, others)]))
     others.sort(key=lambda name: hooks.index(_hook(name)))
     names = [*first, *others]
     opened = names[: max(FEWEST, len(first))]
@@ -119,8 +119,16 @@ def validation_numbers(names: Iterable[str]) -> list[str]:
     ['training_metrics/val_acc']
     """
     numbers = [name for name in names if VALIDATION.match(last_part(name)) and direction_of(name)]
-    always = [hook.name for hook in HookRegistry if hook.always]
-    return [name for name in numbers if _hook(name) in always] or numbers
+    return [name for name in numbers if _hook(name) in always_on()] or numbers
+
+
+def always_on() -> list[str]:
+    """Return the names of the hooks of every run; without those of other packages until hooks need torch, too."""
+    if "torch" not in sys.modules:  # its import takes over a second
+        return [EVALUATED_BY]
+    from ..hooks import HookRegistry
+
+    return list(dict.fromkeys([EVALUATED_BY, *(hook.name for hook in HookRegistry if hook.always)]))
 
 
 def direction_of(name: str) -> int:

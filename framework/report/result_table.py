@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..hooks import HookRegistry
 from .comparison import differing_parts
-from .relevance import LOSSES, direction_of, last_part, validation_numbers
+from .relevance import LOSSES, always_on, direction_of, last_part, validation_numbers
 from .run_reader import ShownRun
 from .tables import RunStyle, grid, text, titled
 
@@ -57,8 +56,7 @@ def _number_names(runs: Sequence[ShownRun]) -> dict[str, str]:
     recorded = dict.fromkeys(name for shown in runs for name in shown.points)
     losses = [name for name in reversed(LOSSES) if name in recorded][:1]
     validation = sorted(validation_numbers(recorded), key=lambda name: -direction_of(name))
-    always = [hook.name for hook in HookRegistry if hook.always]
-    accuracies = [f"{hook}/train_acc" for hook in always if f"{hook}/train_acc" in recorded]
+    accuracies = [f"{hook}/train_acc" for hook in always_on() if f"{hook}/train_acc" in recorded]
     chosen = list(dict.fromkeys([*losses, *validation, *accuracies]))[:MOST_NUMBERS]
     names: dict[str, str] = {}
     for name in chosen:

@@ -89,18 +89,29 @@ def run_cards(
         charted: the numbers of findings with a chart.
     """
     groups = finding_groups(runs)
-    problems = [group for group in groups if group.finding.severity != "info"]
-    opened = [group.number for group in problems[:MOST_OPEN]]
     where = {group.number: _members(group, runs, styles) if len(runs) > 1 else "" for group in groups}
-    findings = _list(problems, where, opened, charted)
-    remarks = [group for group in groups if group.finding.severity == "info"]
-    if remarks:
-        content = _list(remarks, where, [group.number for group in remarks], charted)
-        findings += _folded(counted(len(remarks), "remark"), content)
+    findings = finding_list(groups, where, charted)
     by_severity = sorted(range(len(runs)), key=lambda index: KINDS.index(severity_of(runs[index].diagnosis)))
     cards = "".join(_card(runs[index], sentences[index], styles[index], len(runs) == 1) for index in by_severity)
     cards = f'<div class="runs">{cards}</div>'
     return f"{cards if len(runs) == 1 else ''}{findings}{'' if len(runs) == 1 else cards}{_unchecked(runs)}"
+
+
+def finding_list(groups: Sequence[FindingGroup], where: Mapping[int, str], charted: Collection[int]) -> str:
+    """Return problems, the first ones with all details, and folded remarks.
+
+    Args:
+        groups: the findings.
+        where: HTML about the runs with each finding, by its number.
+        charted: the numbers of findings with a chart.
+    """
+    problems = [group for group in groups if group.finding.severity != "info"]
+    findings = _list(problems, where, [group.number for group in problems[:MOST_OPEN]], charted)
+    remarks = [group for group in groups if group.finding.severity == "info"]
+    if remarks:
+        content = _list(remarks, where, [group.number for group in remarks], charted)
+        findings += _folded(counted(len(remarks), "remark"), content)
+    return findings
 
 
 def _members(group: FindingGroup, runs: Sequence[ShownRun], styles: Sequence[RunStyle]) -> str:

@@ -30,7 +30,8 @@ LIMITS_OF_ROOMS = {
     "compiled models": 600,
     "sweeps": 900,
     "findings over runs": 300,
-    "many runs": 800,
+    "many runs": 500,
+    "page of many runs": 500,
 }
 """Lines of code, decided as docs/decisions/0047-rooms-have-their-own-limits.md says."""
 

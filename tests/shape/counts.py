@@ -41,6 +41,7 @@ ROOMS = {
     "findings over runs": ("sweeps/fisher.py", "cli/finding_groups.py"),
     "sweeps": ("sweeps/", "cli/submitted_runs.py", "cli/job_listing.py", "cli/watch_grid.py"),
     "many runs": ("many_runs/", "seed_groups.py"),
+    "page of many runs": ("report/folder_", "cli/folder_report.py"),
     "compiled models": ("taps/compiled_", "taps/scripted_modules.py", "state/compiled_code.py"),
 }
 """The rooms of ``framework`` that subjects were added as, by the beginnings of their files' paths."""

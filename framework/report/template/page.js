@@ -50,17 +50,17 @@ function linesOf(metric) {
   return lines.filter(line => !line.runs.every(isHidden)).map(line => ({...line, run: data.runs[line.runs[0]], name: label(nameOf(line))}));
 }
 
-const nameOf = line => line.group ? `${line.group}: mean of ${line.runs.length} seeds` : data.runs[line.runs[0]].label;
+const nameOf = line => line.of > 1 ? `${data.runs[line.run].label}: median of ${line.of} runs` : line.group ? `${line.group}: mean of ${line.runs.length} seeds` : data.runs[line.runs[0]].label;
 
 const dashOf = run => run.dash.length ? run.dash.map(length => `${length}px`).join(",") : "solid";
 
 function tracesOf(metric) {
   if (!metric.curves.length) return mapsOf(metric).map(mapTrace);
   const traces = [], log = isLog(metric);
-  for (const {run, name, steps, group, low, high, ...line} of linesOf(metric)) {
+  for (const {run, name, steps, low, high, ...line} of linesOf(metric)) {
     const values = line.values.map(number), smooth = series => finite(state.smooth > 1 ? smoothed(series, state.smooth, log) : series);
-    const trace = {type: "scatter", mode: steps.length > 60 ? "lines" : "lines+markers", x: steps, line: {color: run.colour, width: group ? 2.4 : 1.6, dash: dashOf(run)}, name, marker: {size: 4}};
-    if (group) {
+    const trace = {type: "scatter", mode: steps.length > 60 ? "lines" : "lines+markers", x: steps, line: {color: run.colour, width: low ? 2.4 : 1.6, dash: dashOf(run)}, name, marker: {size: 4}};
+    if (low) {
       const least = Math.min(...[...values, ...high.map(number)].filter(value => value > 0)) / 10, floor = value => log && value <= 0 ? least : value;
       const side = {...trace, mode: "lines", line: {width: 0}, hoverinfo: "skip"};
       trace.text = steps.map((_, index) => `${low[index]} to ${high[index]}`);
@@ -224,7 +224,8 @@ function tableOf(metric) {
   const rows = new Map(), wide = make("div", undefined, {className: "wide", tabIndex: 0, role: "region", ariaLabel: `Numbers of ${metric.name}`}), table = make("table");
   const runs = [...metric.curves, ...metric.maps.map(map => ({...map, values: map.rows.map(row => row.join(", "))}))];
   const means = metric.means.flatMap(mean => [["", mean.values], [", from", mean.low], [", to", mean.high]].map(([part, values]) => ({title: nameOf(mean) + part, steps: mean.steps, values})));
-  const columns = [...runs.map(curve => ({...curve, title: data.runs[curve.run].label})), ...means];
+  const labelled = runs.map(curve => ({...curve, title: data.runs[curve.run].label}));
+  const columns = [...labelled.flatMap(curve => curve.low ? [curve, {...curve, title: `${curve.title}, lowest`, values: curve.low}, {...curve, title: `${curve.title}, highest`, values: curve.high}] : [curve]), ...means];
   columns.forEach((curve, column) => curve.steps.forEach((step, index) => {
     if (!rows.has(step)) rows.set(step, columns.map(() => ""));
     rows.get(step)[column] = String(curve.values[index]);
