@@ -20,8 +20,9 @@ USAGE = """loopscope check [--laws NAMES] [--batches N] [--continue] [--json] [-
        loopscope check [OPTIONS] EXPERIMENT
 
 Try laws that every training obeys on the first batches of a script, or of an experiment: rows do not mix, the future is
-not seen, every parameter learns, micro-batches add up. Every try is rolled back; then the command ends. The exit status
-is 0 if no law is broken, 1 if one is, and 2 if none could be tried.
+not seen, every parameter learns, micro-batches add up. Every try is rolled back; then the command ends. What the doctor
+finds in the set-up of the training is shown, too. The exit status is 0 if no law is broken and nothing was found, 1
+otherwise, and 2 if no law could be tried.
 
   loopscope check python train.py --lr 1e-3
   loopscope check -- torchrun --nproc-per-node 2 train.py
@@ -31,6 +32,8 @@ EVERY = 4
 """Steps between two batches on which laws are tried: steps 1, 5, 9, …"""
 SYMPTOMS = ("every_parameter_learns", "input_matters", "loss_starts_at_chance", "one_batch_can_be_learned")
 """Laws whose break may follow from that of another one; broken ones are listed last, in this order."""
+OBSERVERS = ["training_checks"]
+"""The hooks whose record shows mistakes in the set-up."""
 FILE = "laws.json"
 ALONE = "LOOPSCOPE_WATCH_ALONE"
 """The variable with which ranks that a model does not show are attached one by one."""
@@ -67,6 +70,7 @@ def check(words: Sequence[str]) -> int:
     if names and (sentence := _unknown_law(names)):
         return refused_command(sentence)
     steps = [1 + EVERY * index for index in range(given.batches)]
+    hooks = ["laws", *([] if names else OBSERVERS)]
     experiment = _experiment(command)
     if experiment is None and (problem := problem_of(command, "check")):
         return refused_command(*problem)
@@ -74,7 +78,7 @@ def check(words: Sequence[str]) -> int:
         out = Path(folder, "run")
         if experiment is None:
             options: dict[str, Any] = {
-                "hooks": ["laws"],
+                "hooks": hooks,
                 "hook_options": {"laws": {"only": names, "steps": steps, "continues": given.continues}},
                 "out": str(out),
                 "display": "none",
@@ -84,7 +88,7 @@ def check(words: Sequence[str]) -> int:
             stdout = sys.stderr if given.json else None
             status = run_with_progress(command, settings, partial(_content, out), (stdout, None))
         else:
-            words = [*command[1:], "--hooks", "laws", "--hook-config", f"laws.steps={steps}", f"laws.only={names}"]
+            words = [*command[1:], "--hooks", *hooks, "--hook-config", f"laws.steps={steps}", f"laws.only={names}"]
             command = [sys.executable, "-m", "loopscope", "run", experiment, *words, "--output-dir", str(out)]
             with tempfile.TemporaryFile("w+") as messages:
                 words = [*command, "--silent"]
@@ -94,7 +98,12 @@ def check(words: Sequence[str]) -> int:
                 messages.seek(0)
                 if not _content(out):
                     sys.stderr.write(messages.read())
-        return _show(_all_content(out), given, status)
+        content = _all_content(out)
+        if content:
+            content["findings"] = _findings(out, content["laws"])
+            if not (content["is_ended"] or given.continues or experiment):
+                content["note"] = "The command has run to its end, and has written its own files."
+        return _show(content, given, status)
 
 
 def _experiment(command: Sequence[str]) -> str | None:
@@ -143,6 +152,25 @@ def _all_content(out: Path) -> dict[str, Any]:
     return {**content, "note": " ".join(notes)} if notes else content
 
 
+def _findings(out: Path, laws: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what the doctor finds in the set-up of the first training, without what a law has decided."""
+    from loopscope.doctor import diagnose
+    from loopscope.errors import UsageError
+    from loopscope.runs import read_history
+
+    path = next(iter(sorted(out.rglob(FILE))), None) if laws else None
+    try:
+        findings = [] if path is None else diagnose(read_history(path.parent)).at_least("warning")
+    except UsageError:  # a command that was killed may leave no complete record
+        return []
+    decided = {law["law"] for law in laws if law["verdict"] != "not checked"}
+    return [
+        {"id": item.id, "severity": item.severity, "step": item.step, "why": item.why, "next": item.next}
+        for item in findings
+        if item.stage == "set-up" and item.law not in decided
+    ]
+
+
 def _show(content: Mapping[str, Any], given: argparse.Namespace, status: int) -> int:
     """Show the results, and return the exit status."""
     if not content or not content["tried"]:
@@ -158,25 +186,30 @@ def _show(content: Mapping[str, Any], given: argparse.Namespace, status: int) ->
     if given.json:
         sys.stdout.write(f"{_bounded(content)}\n")
     else:
-        _write_table(laws, content.get("note", ""))
-    return 1 if content["broken"] else 0
+        _write_table(laws, content["findings"])
+        _write_end(content)
+    return 1 if content["broken"] or content["findings"] else 0
 
 
 def _bounded(content: Mapping[str, Any], most: int = 4096) -> str:
     """Return the results as JSON of limited size: broken laws first, and reasons only as long as they fit."""
     order = ("broken", "not checked", "holds")
     laws = _sorted(content["laws"], order)
-    result = {"schema": 1, **{name: content[name] for name in (*order, "note") if name in content}, "laws": laws}
+    result = {"schema": 1, **{name: content[name] for name in (*order, "note") if name in content}}
+    long = ("evidence", "remedy", "why", "next")
     for length in (400, 200, 100, 40, 0):
-        short = [
-            {
-                name: value[:length] if name in ("evidence", "remedy") and isinstance(value, str) else value
-                for name, value in law.items()
-                if length or name not in ("evidence", "remedy", "statement")
-            }
-            for law in laws
-        ]
-        text = json.dumps({**result, "laws": short})
+        short = {
+            place: [
+                {
+                    name: value[:length] if name in long and isinstance(value, str) else value
+                    for name, value in item.items()
+                    if length or name not in (*long, "statement")
+                }
+                for item in items
+            ]
+            for place, items in (("findings", content["findings"]), ("laws", laws))
+        }
+        text = json.dumps({**result, **short})
         if len(text) < most:
             return text
     return json.dumps({name: result[name] for name in ("schema", *order)})
@@ -193,28 +226,47 @@ def _place(law: Mapping[str, Any]) -> int:
     return SYMPTOMS.index(law["law"]) + 1 if is_symptom else 0
 
 
-def _write_table(laws: Sequence[Mapping[str, Any]], note: str) -> None:
-    """Write one line for each law, and below a broken one its evidence and its remedy; the note comes last."""
+def _write_table(laws: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]]) -> None:
+    """Write one line for each finding and each law, and below a problem what to do next."""
     from rich.console import Console
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     styles = {"holds": "green", "broken": "bold red", "not checked": "dim"}
-    for law in _sorted(laws, ("broken", "holds", "not checked")):
-        verdict = law["verdict"]
-        text = Text(f"in training {law['training']}, " if "training" in law else "")
-        text.append(law["statement"])
-        if evidence := law.get("evidence"):
-            text.append(
-                f": {evidence}" if verdict == "broken" else f" ({evidence})", style="" if verdict == "broken" else "dim"
-            )
-        if verdict == "broken":
-            text.append(f"\n  step {law['step']}; {law['remedy']}; alone: --laws {law['law']}")
-        table.add_row(Text(verdict, style=styles[verdict]), text)
-    console.print(table)
-    if note:
+
+    def add(kind: str, text: str, *lines: str) -> None:
+        table.add_row(Text(kind, style=styles.get(kind, "bold red")), Text(text))
+        for line in lines:
+            table.add_row("", Padding(Text(line), (0, 0, 0, 2)))
+
+    broken, others = _sorted(laws, ("broken",)), _sorted(laws, ("holds", "not checked"))
+    for item in findings:
+        add("found", f"{item['why']} ({item['id']}, step {item['step']})", f"next: {item['next']}")
+    for law in broken:
+        place = f"in training {law['training']}, " if "training" in law else ""
+        text = f"{place}{law['statement']}: {law.get('evidence', '')} (step {law['step']})"
+        add("broken", text, f"next: {law['remedy']}", f"alone: loopscope check --laws {law['law']} ...")
+    for law in others:
+        table.add_row(
+            Text(law["verdict"], style=styles[law["verdict"]]),
+            Text.assemble(law["statement"], (f" ({law['evidence']})" if law.get("evidence") else "", "dim")),
+        )
+    Console(highlight=False).print(table)
+
+
+def _write_end(content: Mapping[str, Any]) -> None:
+    """Write how many laws have which verdict, and the note."""
+    from rich.console import Console
+    from rich.text import Text
+
+    names = dict.fromkeys(law["law"] for law in _sorted(content["laws"], ("broken",)))
+    found = f"Found in the set-up: {', '.join(item['id'] for item in content['findings'])}. "
+    counts = f"Laws: {content['broken']} broken, {content['holds']} hold, {content['not checked']} not checked."
+    console = Console(highlight=False)
+    console.print(Text(f"{found if content['findings'] else ''}{counts}{' Broken: ' * bool(names)}{', '.join(names)}"))
+    if note := content.get("note"):
         console.print(Text(note, style="dim"))

@@ -51,7 +51,9 @@ def group_lines(groups: Sequence[Mapping[str, Any]], count: int, width: int) -> 
     """Yield lines about the findings of several runs."""
     if not groups:
         return
-    yield f"Findings over {counted(count, 'run')}; p is that of Fisher's exact test after Holm's correction:"
+    is_tested = any(group["settings"] for group in groups)
+    test = "; p is that of Fisher's exact test after Holm's correction" if is_tested else ""
+    yield f"Findings over {counted(count, 'run')}{test}:"
     for group in groups:
         yield f"  {group['severity']}: {group['id']} in {group['runs']} of {group['of']} runs"
         for item in group["settings"]:

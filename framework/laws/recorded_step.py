@@ -363,6 +363,10 @@ def _items(arguments: Any) -> list[Any]:
     return [item for _, item in leaves_by_name(arguments)]
 
 
+def _always() -> bool:
+    return True
+
+
 class StepRecorder(TorchFunctionMode):
     """Records the steps of a model.
 
@@ -389,6 +393,8 @@ class StepRecorder(TorchFunctionMode):
         self._weights: set[int] = set()
         """The ids of the weights of a model that is no module."""
         self._made: dict[Value, Tensor] = {}
+        self.is_active: Callable[[], bool] = _always
+        """Returns whether the training computes, and no hook does."""
 
     def begin_calls(self, weights: Sequence[Tensor], streams: Any) -> None:
         """Record all calls from here to the loss, of a model that is no module but has these weights.
@@ -494,7 +500,8 @@ class StepRecorder(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch, and record it if it depends on outputs of the model."""
         options = kwargs or {}
-        if self._step is None or self._depth or (self._weights and not torch.is_grad_enabled()):
+        is_skipped = self._step is None or self._depth or (self._weights and not torch.is_grad_enabled())
+        if is_skipped or not self.is_active():
             return func(*args, **options)
         tensors = tensors_within((args, options))
         name = getattr(func, "__name__", "")

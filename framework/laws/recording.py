@@ -58,7 +58,7 @@ class Recording(PassiveListener, Transient):
         """Record the passes of a model in the body, while ``is_active`` returns ``True``."""
         self._model = model
         self._modules = {id(item) for item in model.modules() if _computes(item)}
-        self._is_active = is_active
+        self._is_active = self._recorder.is_active = is_active
         self.weights = [*model.parameters()] if is_function(model) else []
         self._recorder.note_streams(self._streams.save())  # the pass may have begun, which brought this call about
         registrations = (

@@ -66,7 +66,48 @@ def test_broken_law_is_shown_and_counted(script: str, capfd: pytest.CaptureFixtu
     shown = " ".join(capfd.readouterr().out.split())
     assert "every trainable parameter has a gradient and moves: 2.bias, 2.weight: in no optimizer" in shown
     assert "holds outputs of a row do not depend on other rows" in shown
+    assert "Laws: 1 broken, 1 hold, 0 not checked. Broken: every_parameter_learns" in shown
     assert "weights" not in shown
+
+
+SHIFTED = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+torch.manual_seed(0)
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.projection, self.head = nn.Embedding(20, 16), nn.Linear(16, 48), nn.Linear(16, 20)
+
+    def forward(self, ids):
+        query, key, value = (part[:, None] for part in self.projection(self.embedding(ids)).chunk(3, -1))
+        return self.head(functional.scaled_dot_product_attention(query, key, value, is_causal=True)[:, 0])
+
+
+model = Decoder()
+optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+for step in range(40):
+    ids = torch.randint(20, (8, 12))
+    logits, labels = model(ids)[:, :-1 - SHIFT], ids[:, 1 + SHIFT:]
+    optimizer.zero_grad()
+    functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_mistakes_in_the_set_up_are_shown(shift: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No law forbids targets that are shifted twice; the doctor finds them."""
+    path = tmp_path / "train.py"
+    path.write_text(SHIFTED.replace("SHIFT", str(shift)))
+    assert main(["check", "--json", "--batches", "1", "--", sys.executable, str(path)]) == shift
+    content = json.loads(capfd.readouterr().out)
+    assert [finding["id"] for finding in content["findings"]] == ["targets-shifted-wrongly"] * shift
+    assert content["broken"] == 0
 
 
 @pytest.mark.slow
