@@ -82,17 +82,6 @@ class HookCallSwitch:
         self.is_on = False
 
 
-class Closure:
-    """The closure of a loop, which reports its evaluations."""
-
-    def __init__(self, loop: "CustomLoop", function: Callable[[], Any]) -> None:
-        self._loop, self._function = loop, function
-
-    def __call__(self) -> Any:
-        """Evaluate the closure, and return its result."""
-        return self._loop.evaluate_closure(self._function)
-
-
 class RunningStep(Transient):
     """The calls of one optimizer's ``step``, of which only the outermost is a step of the loop.
 
@@ -765,20 +754,9 @@ class CustomLoop(Transient):
                 "none; leave the hook out, or call scope.backward(loss)."
             )
 
-    def closure(self, function: Callable[[], Any]) -> "Closure":
-        """Return a closure for optimizer.step, of which hooks see the first evaluation.
-
-        Raises:
-            UsageError: if ``function`` is not callable.
-        """
-        if not callable(function):
-            kind = type(function).__name__
-            raise UsageError(f"scope.closure was given a {kind}; give the closure, optimizer.step(scope.closure(fn)).")
-        return Closure(self, function)
-
-    def evaluate_closure(self, function: Callable[[], Any]) -> Any:
+    def _evaluate_closure(self, function: Callable[[], Any]) -> Any:
         """Evaluate the closure of the step in progress; after the first evaluation its gradients are complete."""
-        if self._hook_calls.is_on or not self._step.has_closure:  # a hook's step, or a call outside of any step
+        if self._hook_calls.is_on or not self._step.has_closure:  # a hook's call, or one outside of any step
             return function()
         self._step.evaluations += 1
         if self._step.evaluations > 1:
@@ -807,9 +785,8 @@ class CustomLoop(Transient):
         return (optimizer, *given), {name: self._as_closure(item) for name, item in options.items()}
 
     def _as_closure(self, item: Any) -> Any:
-        """Return the first function among the arguments of ``optimizer.step`` as a closure that is observed."""
-        is_own = isinstance(item, Closure) or not callable(item) or isinstance(item, Tensor)
-        return item if is_own else Closure(self, item)
+        """Return a function among the arguments of ``optimizer.step`` as a closure that is observed."""
+        return partial(self._evaluate_closure, item) if callable(item) and not isinstance(item, Tensor) else item
 
     def _before_backward(self, loss: Tensor) -> None:
         """Call hooks before the next pass; an Accelerator divides the loss by the number of micro-batches itself."""

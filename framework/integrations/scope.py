@@ -254,10 +254,14 @@ class Scope(AttachedScope):
         """Return ``function`` for an optimizer that evaluates the loss itself: ``optimizer.step(scope.closure(fn))``.
 
         For LBFGS, SAM and others. ``function`` clears the gradients, runs ``loss.backward()`` and returns the loss.
-        Hooks see the gradients of its first evaluation in the step; PRE_UPDATE does not fire.
+        Hooks see the gradients of its first evaluation in the step; PRE_UPDATE does not fire. The call only checks the
+        function, since every closure that ``optimizer.step`` is given is observed.
         """
         self._require_open("closure")
-        return self._loop.closure(function)
+        kind = type(function).__name__
+        advice = "give the closure, optimizer.step(scope.closure(fn))"
+        require(callable(function), f"scope.closure was given a {kind}; {advice}.")
+        return function
 
     def evaluate(self, function: Callable[..., Result], *inputs: Any, **options: Any) -> Result:
         """Call ``function`` in isolation from the training, and return its result.
