@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StateMutationError, library_warnings_ignored, listed
-from ..state import Part, TrainingState, arrays_of, hook_contents
+from ..state import Part, TrainingState, Watched, arrays_of, hook_contents
 from ..state.values import described_tensor
 from ..tensors import PLAIN, addresses, is_shared_memory, local_shards
 from .guardian import Objects
@@ -263,7 +263,7 @@ class Tripwire:
         values = zip(watch.value_parts, previous[4:], now[4:], strict=False)
         for part, old, new in chain(readings, values):
             if not same_values(old, new):
-                changes += part.differences(old) if part.differences is not None else [part.label]
+                changes += part.differences(old) if part.differences is not None else _names_of(part, old, new)
         attribute_tensors = watch.tensors_of(now[0])
         if not self._moved_with_equal_bytes(previous[-1], now[-1]):
             changes += self._differing_tensors(previous[-1], now[-1], attribute_tensors)
@@ -300,6 +300,12 @@ class Tripwire:
         # a sweep reads this rank's shard of a DTensor
         names = {id(part): name for name, tensor in tensors.items() for part in (tensor, *local_shards([tensor]))}
         return [f"{names.get(id(item), 'a tensor of the batch')} ({described_tensor(item)})" for item in changed]
+
+
+def _names_of(part: Watched, previous: tuple[Any, ...], now: tuple[Any, ...]) -> list[str]:
+    """Name the values of a part that differ, or the part."""
+    triples = zip(part.names, previous, now, strict=False)
+    return [name for name, old, new in triples if old is not new] or [part.label]
 
 
 def _different(tensors: Iterable[Tensor], previous: tuple[int, ...], now: tuple[int, ...]) -> list[Tensor]:

@@ -94,8 +94,6 @@ def _do_nothing(*arguments: Any) -> None:
 class TensorPart(Part):
     """Base of the parts with one value for each of the model's parameters or buffers."""
 
-    is_stored = True
-
     def named(self, modules: ModuleOrGroup) -> Iterable[tuple[str, Any]]:
         """Yield the parameters or buffers of the model with their names."""
         return modules.named_parameters()
@@ -174,19 +172,14 @@ class RequiresGrad(TensorPart):
         """Compare the flags of all parameters."""
         named = dict(state.modules.named_parameters())
 
-        def differing(previous: Iterable[bool]) -> list[tuple[str, Tensor]]:
-            pairs = zip(named.items(), previous, strict=True)
-            return [entry for entry, flag in pairs if entry[1].requires_grad is not flag]
-
-        def differences(previous: Iterable[bool]) -> list[str]:
-            return [f"parameters/{name} (its requires_grad)" for name, _ in differing(previous)]
-
         def restore(previous: Iterable[bool]) -> None:
-            for _, parameter in differing(previous):
-                parameter.requires_grad_(not parameter.requires_grad)
+            for parameter, flag in zip(named.values(), previous, strict=True):
+                if parameter.requires_grad is not flag:
+                    parameter.requires_grad_(flag)
 
         read = partial(map, attrgetter("requires_grad"), [*named.values()])
-        return Watched(read_values=read, differences=differences, restore=restore)
+        names = [f"parameters/{name} (its requires_grad)" for name in named]
+        return Watched(read_values=read, names=names, restore=restore)
 
 
 class Gradients(TensorPart):
@@ -429,7 +422,6 @@ class Modules(Part):
     """The attributes of modules other than tensors, modules and hooks."""
 
     name = "modules"
-    is_stored = True
 
     def read(self, state: StateObjects) -> Leaves:
         """Yield the class and the tables of every module, then its other attributes in plain form."""
@@ -451,18 +443,12 @@ class Modules(Part):
             others = [key for key in module_attributes(module) if key == "training" or key not in MODULE_ATTRIBUTES]
             attributes.append((space, (*TABLES, *names, *others)))
 
-        def differences(previous: tuple[type, ...]) -> list[str]:
-            names = [name for name, _ in state.modules.named_modules()]
-            changed = [index for index, module in enumerate(modules) if type(module) is not previous[index]]
-            is_same = len(names) == len(modules)  # a change of the class may add modules
-            return [f"the class of modules/{names[index]}" if is_same else "the class of a module" for index in changed]
-
         return Watched(
             [space[name] for space in spaces for name in TABLES],
             named_attributes=attributes,
             containers=[space[name] for space, names in zip(spaces, unsaved, strict=True) for name in names],
             read_values=partial(map, type, modules),
-            differences=differences,
+            names=[f"the class of modules/{name}" for name, _ in state.modules.named_modules()],
         )
 
     def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
@@ -495,7 +481,6 @@ class TensorAttributes(Part):
     """The attributes of parameters and buffers, such as counters and scales that ``forward`` writes."""
 
     name = "tensor attributes"
-    is_stored = True
 
     def store(self, state: StateObjects, streams: StreamState | None = None) -> dict[str, Any]:
         """Return the plain forms of the attributes of every tensor that has any."""

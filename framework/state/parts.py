@@ -212,6 +212,7 @@ class Watched(NamedTuple):
         refresh: called at the start of a visit if a value of ``key`` has changed; returns whether ``containers`` are
             still complete. It may replace the functions in ``getters``.
         label: names the difference if one of the values differs.
+        names: names of the results of ``getters`` or ``read_values``, of which those that differ are reported.
         differences: names the differences more precisely, given the earlier results of ``getters`` or ``read_values``.
         restore: restores the earlier results of ``getters``, ``read_values`` or ``read_tensors``, if that costs little.
             It is called only after a call raised; a change by a call that returned is an error.
@@ -228,6 +229,7 @@ class Watched(NamedTuple):
     key: Sequence[Callable[[], Any]] = ()
     refresh: Callable[[], bool] | None = None
     label: str = ""
+    names: Sequence[str] = ()
     differences: Callable[[Any], list[str]] | None = None
     restore: Callable[[Any], object] | None = None
 
@@ -237,17 +239,21 @@ class Part:
 
     ``read`` yields the entries of the digest. The guardian copies the part with ``persistent`` and ``keep`` and rolls
     it back with ``restore``. ``watch`` returns what the tripwire compares. Checkpoints use ``store``, ``load`` and
-    ``misfit`` if ``is_stored``; other parts are recreated when the process starts or the run is built.
+    ``misfit`` of the parts that have them; other parts are recreated when the process starts or the run is built.
     """
 
     name: str
     """Its name in checkpoints."""
-    is_stored = False
     has_temporary = False
     """Whether :meth:`keep` returns objects that :meth:`temporary` lists."""
     restored_first = False
     """Whether :meth:`restore` must run before objects and tensors are restored, either because it would overwrite them,
     or because they cannot be restored without it."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether checkpoints contain the part."""
+        return type(self).store is not Part.store
 
     def read(self, state: StateObjects) -> Leaves:
         """Yield the tensors and plain values of the part with their names."""

@@ -77,7 +77,6 @@ class ObjectTypes(Part):
     """The names of the classes whose state dicts only the same class can load."""
 
     name = "kinds"
-    is_stored = True
 
     def watch(self, state: StateObjects) -> Watched:
         """Compare the classes of all optimizers, the scheduler and the scaler."""
@@ -87,17 +86,14 @@ class ObjectTypes(Part):
         owners += [("scheduler", state.scheduler), ("scaler", state.scaler)]
         present = [(name, owner) for name, owner in owners if owner is not None]
 
-        def differences(previous: Sequence[type]) -> list[str]:
-            pairs = zip(present, previous, strict=True)
-            return [f"the class of the {name}" for (name, owner), kind in pairs if type(owner) is not kind]
-
         def restore(previous: Sequence[type]) -> None:
             for (_, owner), kind in zip(present, previous, strict=True):
                 if type(owner) is not kind:
                     owner.__class__ = kind
 
         getters = [partial(type, owner) for _, owner in present]
-        return Watched(getters=getters, differences=differences, restore=restore)
+        names = [f"the class of the {name}" for name, _ in present]
+        return Watched(getters=getters, names=names, restore=restore)
 
     def store(self, state: StateObjects, streams: StreamState) -> dict[str, str]:
         """Return the names of the classes of optimizer, scheduler and scaler."""
@@ -116,7 +112,6 @@ class Scaler(Part):
     """The gradient scaler."""
 
     name = "scaler"
-    is_stored = True
     has_temporary = True
 
     def read(self, state: StateObjects) -> Leaves:
@@ -146,7 +141,6 @@ class Extras(Part):
     """The declared states of strategy and experiment."""
 
     name = "extras"
-    is_stored = True
 
     def read(self, state: StateObjects) -> Leaves:
         """Yield the entries of all state dicts."""
@@ -191,7 +185,6 @@ class Loop(Part):
     """The position and the accumulators of the training loop."""
 
     name = "loop"
-    is_stored = True
     has_temporary = True
 
     def read(self, state: StateObjects) -> Leaves:
@@ -226,7 +219,6 @@ class Generators(Part):
     """The run's random generators."""
 
     name = "generators"
-    is_stored = True
 
     def read(self, state: StateObjects) -> Leaves:
         """Yield the state of every generator, in tuples: they are copies, not tensors of the state."""
@@ -262,7 +254,6 @@ class OtherTensors(Part):
     """
 
     name = "other tensors"
-    is_stored = True
 
     def read(self, state: StateObjects) -> Leaves:
         """Yield the tensors that no other part names."""

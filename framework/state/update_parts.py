@@ -135,7 +135,6 @@ class OptimizerPart(Part):
     """The optimizer's groups and its state of every parameter; empty for an object that is no torch optimizer."""
 
     name = "optimizer"
-    is_stored = True
     has_temporary = True
 
     def read(self, state: StateObjects) -> Leaves:
@@ -217,7 +216,6 @@ class OptimizerAttributes(Part):
     """The attributes of the optimizer that its ``state_dict`` leaves out."""
 
     name = "optimizer attributes"
-    is_stored = True
 
     def read(self, state: StateObjects) -> Leaves:
         """Yield the attributes in plain form."""
@@ -237,7 +235,6 @@ class SchedulerPart(Part):
     """The attributes of the scheduler, in plain form."""
 
     name = "scheduler"
-    is_stored = True
     has_temporary = True
 
     def _forms(self, state: StateObjects) -> dict[str, Any]:
@@ -283,7 +280,6 @@ class Hooks(Part):
     """The hooks on parameters, modules and the optimizer, with their states."""
 
     name = "hooks"
-    is_stored = True
 
     def read(self, state: StateObjects) -> Leaves:
         """Yield the plain forms of all hooks."""
