@@ -56,7 +56,7 @@ from ..runs import (
 )
 from ..state import RandomStreams, TrainingState
 from ..state.generators import generators_of
-from ..training import EVALUATION, Ranks, StepClock, TrainingTask
+from ..training import EVALUATION, Ranks, StepClock, TrainingTask, no_evaluation
 from .attach_options import AttachOptions, Loss, OptionalLoader, missing_loss
 from .attached_folder import FolderChoice
 from .attached_state import StoredState, state_of
@@ -239,7 +239,7 @@ class AttachedLoop:
             optimizer,
             loader,
             loss_for_hooks(self._loss, replica),
-            evaluate=options.evaluate or _without_evaluation,
+            evaluate=options.evaluate or no_evaluation,
             length=options.length or length or ENDLESS,
             snapshot_every=options.snapshot_interval,
             log_every=options.log_every,
@@ -793,8 +793,3 @@ def _forget_open_runs() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_open_runs)
-
-
-def _without_evaluation(model: nn.Module) -> dict[str, float]:
-    """Return the numbers of a run without an evaluation: none."""
-    return {}

@@ -25,19 +25,7 @@ COPIES = {
     "view_as", "unflatten", "nan_to_num",
 }  # fmt: skip
 MAXIMA = {"max", "amax"}
-STATISTICS = {
-    "detach",
-    "unsqueeze",
-    "float",
-    "to",
-    "type",
-    "expand",
-    "expand_as",
-    "clone",
-    "getitem",
-    "view",
-    "reshape",
-}
+STATISTICS = COPIES | {"unsqueeze", "expand", "expand_as", "getitem"}
 """Functions whose result is still one number for each row."""
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from .train_step import (
         Precision, TrainingTask, advance_scheduler, borrowed_scaler, check_metric, forward_backward, is_skipped,
-        make_closure, measure_gradients, step_by_metric, takes_closure, update,
+        make_closure, measure_gradients, no_evaluation, step_by_metric, takes_closure, update,
     )
     from .user_functions import without_graph
 else:
@@ -29,6 +29,6 @@ __all__ = [
     "LossProbe", "Method", "ObservedPass", "Parallel", "Precision", "Profiler", "Ranks", "StepClock", "TrainingTask",
     "advance_scheduler", "borrowed_scaler", "check_metric", "compile_model", "eagerly", "forward_backward",
     "is_compiled", "is_main_process", "is_restarted", "is_skipped", "joined_process_group", "make_closure",
-    "measure_gradients", "parallelise", "peak_memory", "quiet_graph_breaks", "step_by_metric", "takes_closure",
-    "torchrun_world_size", "update", "with_rebuilt_buckets", "without_graph",
+    "measure_gradients", "no_evaluation", "parallelise", "peak_memory", "quiet_graph_breaks", "step_by_metric",
+    "takes_closure", "torchrun_world_size", "update", "with_rebuilt_buckets", "without_graph",
 ]

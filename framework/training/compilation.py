@@ -1,8 +1,9 @@
 """Compiled models: training steps run compiled, all other passes eagerly."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -62,8 +63,5 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
-@contextmanager
-def eagerly() -> Iterator[None]:
-    """Run compiled modules eagerly in the body, so that module hooks are called and no new shapes are compiled."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
+eagerly: Callable[[], AbstractContextManager[None]] = partial(torch.compiler.set_stance, "force_eager")
+"""Runs compiled modules eagerly in the body, so that module hooks are called and no new shapes are compiled."""

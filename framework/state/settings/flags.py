@@ -490,11 +490,9 @@ class GlobalFlags:
 
     def restore(self, saved: tuple[Any, ...]) -> None:
         """Restore the settings that differ from ``saved`` (a result of ``read`` or ``read_all``), modes first."""
-        getters = self._getters[: len(saved)]
-        if tuple([get() for get in getters]) != saved:
-            for put, get, previous in zip(self._setters, getters, saved, strict=False):
-                if get() != previous:
-                    put(previous)
+        for put, get, previous in zip(self._setters, self._getters, saved, strict=False):
+            if get() != previous:
+                put(previous)
 
     def differences(self, saved: tuple[Any, ...]) -> list[str]:
         """Return the names of settings that differ from ``saved`` (a result of ``read`` or ``read_all``)."""
