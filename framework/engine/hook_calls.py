@@ -39,7 +39,7 @@ from .commits import CommitRecord
 from .hook_set import HookSet, call_of
 from .listeners import Listener
 from .metric_delivery import MetricDelivery
-from .model_context import ModelContext
+from .model_context import Access, ModelContext
 
 PRE_EPOCH = HookPoint.PRE_EPOCH
 BETWEEN_STEPS = "between two steps"
@@ -210,7 +210,7 @@ class HookCalls:
             self._isolation.note_commit()
 
     def _create_model_context(self, hook: InterventionHook, where: str, record: CommitRecord) -> ModelContext:
-        return ModelContext(
+        access = Access(
             self.task,
             self.state,
             record,
@@ -221,6 +221,7 @@ class HookCalls:
             loop=self.hooks.loop_type,
             profiler=self.hooks.profiler,
         )
+        return ModelContext(access)
 
     def call_between_steps(self, hook: InterventionHook) -> Metrics:
         """Call an intervention that is not one of the run's hooks between two steps, and return its metrics.

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from .commits import CommitRecord, Values, check_vector, clip, clipping_of
 GRADIENTS = StatePart.GRADIENTS
 
 
-@dataclass(frozen=True)
+@dataclass
 class Access:
     """The objects that the methods of a model context use during its call."""
 
@@ -46,13 +46,21 @@ class Access:
     state: TrainingState
     commits: CommitRecord
     parameters: list[nn.Parameter]
+    """Those of the model, in its order, which avoids a walk through it."""
+    _: KW_ONLY
     mutates: bool
-    state_copy_device: torch.device | None
+    device: torch.device | None
+    """The device of full checkpoints; ``None`` for that of the state."""
     stream: tuple[str, str, int]
-    steps_scheduler: bool
-    profiler: Profiler
-    probe: LossProbe
+    """Name, point and step, which identify the random stream of the call."""
+    loop: str
+    profiler: Profiler = field(default_factory=Profiler)
     checkpoints: dict[int, StateCopy | LightStateCopy] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Create the probe of losses."""
+        self.probe = LossProbe(self.task, self.state, self.profiler)
+        self.steps_scheduler = self.loop == "step" or self.task.scheduler_interval == "step"
 
 
 class ModelContext(ModelDataContext):
@@ -61,31 +69,9 @@ class ModelContext(ModelDataContext):
     _next_token = 0
     _shuffles = 0
 
-    def __init__(
-        self,
-        task: TrainingTask,
-        state: TrainingState,
-        record: CommitRecord,
-        parameters: list[nn.Parameter],
-        *,
-        mutates: bool,
-        device: torch.device | None,
-        stream: tuple[str, str, int],
-        loop: str,
-        profiler: Profiler | None = None,
-    ) -> None:
-        """Prepare for one call, whose random stream is identified by ``stream``: (name, point, step).
-
-        The ``parameters`` are those of the model, in its order; passing them avoids a walk through the model. Full
-        checkpoints are stored on ``device`` (``None``: the device of the state).
-        """
-        profiler = profiler or Profiler()
-        steps_scheduler = loop == "step" or task.scheduler_interval == "step"
-        probe = LossProbe(task, state, profiler)
-        self._stream = stream
-        self._access: Access | None = Access(
-            task, state, record, parameters, mutates, device, stream, steps_scheduler, profiler, probe
-        )
+    def __init__(self, access: Access) -> None:
+        """Prepare for one call."""
+        self._stream, self._access = access.stream, cast(Access | None, access)
 
     def __enter__(self) -> Self:
         return self
@@ -223,9 +209,7 @@ class ModelContext(ModelDataContext):
     def save_checkpoint(self, *, full: bool = True) -> int:
         self._next_token += 1
         self._open.checkpoints[self._next_token] = (
-            StateCopy(self._open.state_copy_device, streams=True).save(self._state)
-            if full
-            else LightStateCopy(self._state)
+            StateCopy(self._open.device, streams=True).save(self._state) if full else LightStateCopy(self._state)
         )
         return self._next_token
 
@@ -388,19 +372,16 @@ class ModelContext(ModelDataContext):
 
     @override
     def replace_gradients(self, values: Vector) -> None:
-        commits.check_vector(self.model, values)
         copies = self._protected(values)
         self._commit(GRADIENTS, "replace_gradients", commits.replace_gradients, self.model, copies)
 
     @override
     def add_to_gradients(self, values: Vector, factor: Tensor) -> None:
-        commits.check_vector(self.model, values)
         copies, scale = self._protected(values), factor.clone()
         self._commit(GRADIENTS, "add_to_gradients", commits.add_scaled, self.model, copies, scale)
 
     @override
     def blend_parameters(self, target: Vector, weight: float) -> None:
-        commits.check_vector(self.model, target)
         copies = self._protected(target)
         self._commit(StatePart.PARAMETERS, "blend_parameters", commits.blend, self.model, copies, weight)
 
@@ -423,7 +404,8 @@ class ModelContext(ModelDataContext):
         self._open.commits.record(part, verb, change, *arguments)
 
     def _protected(self, vector: Vector) -> Vector:
-        """Copy tensors that the rollback or the commits may change before they are used."""
+        """Check a vector, and copy tensors that the rollback or the commits may change before they are used."""
+        check_vector(self.model, vector)
         if self._open.mutates:
             return copied(vector)
         memory = commits.ParameterMemory(self._open.parameters)

@@ -10,7 +10,8 @@ from typing import Any
 from unittest import mock
 
 from loopscope import training_hooks
-from loopscope.engine import CommitRecord, HookManager, ModelContext
+from loopscope.engine import CommitRecord, HookManager
+from loopscope.engine.model_context import Access, ModelContext
 from loopscope.errors import RunNotice
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
@@ -242,7 +243,7 @@ def hessian_product(effort: Effort) -> Iterator[Row]:
 
 def _context(subject: Subject) -> ModelDataContext:
     task, state = subject.task, subject.state
-    return ModelContext(
+    access = Access(
         task,
         state,
         CommitRecord("bench", frozenset()),
@@ -252,6 +253,7 @@ def _context(subject: Subject) -> ModelDataContext:
         stream=("bench", "PRE_STEP", 1),
         loop="epoch",
     )
+    return ModelContext(access)
 
 
 def counterfactual(effort: Effort) -> Iterator[Row]:

@@ -2,7 +2,8 @@
 
 import torch
 from loopscope.data import TensorLoader, fixed_order
-from loopscope.engine import CommitRecord, ModelContext
+from loopscope.engine import CommitRecord
+from loopscope.engine.model_context import Access, ModelContext
 from loopscope.hooks import ModelDataContext, StatePart
 from loopscope.state import RandomStreams, TrainingState, seed_everything
 from loopscope.tensors import trainable
@@ -48,9 +49,8 @@ def context(
     state.loop.batch = next(loader.batches(0))
     mean_loss(model, state.loop.batch).backward()
     record = CommitRecord("probe", commits)
-    return ModelContext(
-        task, state, record, list(model.parameters()), mutates=mutates, device=None, stream=stream, loop=loop
-    )
+    parameters = list(model.parameters())
+    return ModelContext(Access(task, state, record, parameters, mutates=mutates, device=None, stream=stream, loop=loop))
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:

@@ -1,14 +1,14 @@
 """Vectors of shards and the model context under FSDP2 give the results of a single process."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order
-from loopscope.engine import CommitRecord, ModelContext
+from loopscope.engine import CommitRecord
 from loopscope.engine.hook_calls import forward_pass
+from loopscope.engine.model_context import Access, ModelContext
 from loopscope.errors import LoopscopeError
 from loopscope.hooks import ModelDataContext, StatePart
 from loopscope.state import RandomStreams, TrainingState
@@ -79,8 +79,9 @@ def context(*, sharded: bool) -> ModelDataContext:
     state.loop.batch = next(task.loader.batches(0))
     mean_loss(model, state.loop.batch).backward()
     record, stream = CommitRecord("probe", frozenset(StatePart)), ("probe", "PRE_STEP", 1)
-    build = partial(ModelContext, task, state, record, list(model.parameters()))
-    return build(mutates=True, device=None, stream=stream, loop="epoch")
+    parameters = list(model.parameters())
+    access = Access(task, state, record, parameters, mutates=True, device=None, stream=stream, loop="epoch")
+    return ModelContext(access)
 
 
 def gathered(vector: dict[str, Tensor]) -> Tensor:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order, rows
-from loopscope.engine import CommitRecord, ModelContext
+from loopscope.engine import CommitRecord
+from loopscope.engine.model_context import Access, ModelContext
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import ModelDataContext, ReadOnlyError
 from loopscope.state import RandomStreams, TrainingState
@@ -107,7 +108,7 @@ def probe(name: str, dtype: torch.dtype = torch.float64, *, mutates: bool = True
     state = TrainingState(model, task.optimizer, RandomStreams(7))
     state.loop.batch = batch
     record = CommitRecord("probe", frozenset())
-    return ModelContext(
+    access = Access(
         task,
         state,
         record,
@@ -117,6 +118,7 @@ def probe(name: str, dtype: torch.dtype = torch.float64, *, mutates: bool = True
         stream=("probe", "PRE_STEP", 1),
         loop="epoch",
     )
+    return ModelContext(access)
 
 
 def dense_hessian(ctx: ModelDataContext) -> Tensor:

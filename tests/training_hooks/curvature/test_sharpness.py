@@ -5,7 +5,8 @@ import pytest
 import scipy.linalg
 import torch
 from loopscope.data import TensorLoader, fixed_order, random_order
-from loopscope.engine import CommitRecord, HookManager, ModelContext
+from loopscope.engine import CommitRecord, HookManager
+from loopscope.engine.model_context import Access, ModelContext
 from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import ModelDataContext
 from loopscope.loops import epoch_loop
@@ -46,8 +47,8 @@ def measured(task: TrainingTask, hook: Sharpness) -> tuple[Values, ModelDataCont
     state.streams.derive("sharpness", "SNAPSHOT", state.loop.step)
     record, parameters = CommitRecord("probe", frozenset()), list(task.model.parameters())
     stream = ("sharpness", "SNAPSHOT", state.loop.step)
-    ctx = ModelContext(task, state, record, parameters, mutates=True, device=None, stream=stream, loop="epoch")
-    return {name.removeprefix("sharpness/"): value for name, value in row[0].items()}, ctx
+    access = Access(task, state, record, parameters, mutates=True, device=None, stream=stream, loop="epoch")
+    return {name.removeprefix("sharpness/"): value for name, value in row[0].items()}, ModelContext(access)
 
 
 def measured_batches(ctx: ModelDataContext) -> list[tuple[Tensor, Tensor]]:
