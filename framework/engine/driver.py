@@ -30,6 +30,7 @@ PRE_EPOCH, PRE_STEP, POST_BACKWARD, PRE_UPDATE, POST_STEP, POST_EPOCH, SNAPSHOT 
 INITIAL_COLUMNS = 128  # steps
 ENTRIES = ("begin_step", "backward_callback", "after_backward", "before_update", "after_update")
 """The calls of a step, whose cost no schedule changes."""
+SERIES = "needs_step_series"
 
 
 class Driver:
@@ -271,18 +272,15 @@ class GradientRecorder:
     def __init__(self, task: TrainingTask, hooks: HookSet) -> None:
         self._task = task
         self._hooks = hooks
-        self._records_sums = hooks.listeners.any_has("needs_grads")
-        self._records_previous = hooks.listeners.any_has("needs_prev_step_grads")
-        self._records_series = hooks.listeners.any_has("needs_step_series")
-        self.is_needed = self._records_sums or self._records_previous or self._records_series
+        recorders = {SERIES: _append_column, "needs_grads": self._add_up, "needs_prev_step_grads": self._copy}
+        self._recorders = {need: record for need, record in recorders.items() if hooks.listeners.any_has(need)}
+        """By the flag of the hooks that need them, the functions that record gradient data."""
+        self.is_needed = bool(self._recorders)
         """Whether any hook needs gradient data."""
         within_steps = {item.hook for point in STEP_POINTS for item in hooks.listeners.at[point]}
         others = [item.hook for point in EPOCH_END for item in hooks.listeners.at[point]]
-        self.needs_every_step = (
-            self._records_sums
-            or self._records_previous
-            or any(hook.needs_step_series for hook in others if hook not in within_steps)
-        )
+        has_others = not self._recorders.keys() <= {SERIES}
+        self.needs_every_step = has_others or any(item.needs_step_series for item in others if item not in within_steps)
         """Whether a hook needs gradient data also of steps at which it is not due."""
         self._named: list[tuple[str, nn.Parameter]] = []
 
@@ -294,33 +292,27 @@ class GradientRecorder:
         """Record this step's gradient data for the hooks that need it; for a skipped step only loss and norm."""
         self._named = self._named or list(self._task.model.named_parameters())
         live = {name: parameter.grad for name, parameter in self._named if parameter.grad is not None}
-        hooks = self._hooks
         with torch.no_grad():
-            if self._records_series:
+            for need in [*self._recorders] if not skipped else self._recorders.keys() & {SERIES}:
                 try:
-                    _append_column(loop, list(live.values()))
+                    self._recorders[need](loop, live)
                 except Exception as error:
-                    hooks.leave_out_needing("needs_step_series", error)
-                    self._records_series = False
-            if self._records_sums and not skipped and hooks.listeners.any_due("needs_grads", EPOCH_END, loop.epoch):
-                try:
-                    loop.gradient_sum = accumulate(loop.gradient_sum, live)
-                    loop.gradient_steps += 1
-                except Exception as error:
-                    hooks.leave_out_needing("needs_grads", error)
-                    loop.gradient_sum, loop.gradient_steps, self._records_sums = None, 0, False
-            if self._records_previous and not skipped:
-                in_next_epoch = loop.batch_idx == len(self._task.loader) - 1
-                next_epoch, next_step = loop.epoch + in_next_epoch, loop.step + 1
-                if hooks.listeners.any_due("needs_prev_step_grads", STEP_POINTS, next_epoch, next_step):
-                    try:
-                        loop.current_grads = {name: gradient.clone() for name, gradient in live.items()}
-                    except Exception as error:
-                        hooks.leave_out_needing("needs_prev_step_grads", error)
-                        self._records_previous = False
+                    self._hooks.leave_out_needing(need, error)
+                    del self._recorders[need]
+
+    def _add_up(self, loop: LoopState, live: dict[str, Tensor]) -> None:
+        if self._hooks.listeners.any_due("needs_grads", EPOCH_END, loop.epoch):
+            earlier, loop.gradient_sum = loop.gradient_sum, None  # also after an error
+            loop.gradient_sum = accumulate(earlier, live)
+            loop.gradient_steps += 1
+
+    def _copy(self, loop: LoopState, live: dict[str, Tensor]) -> None:
+        next_epoch = loop.epoch + (loop.batch_idx == len(self._task.loader) - 1)
+        if self._hooks.listeners.any_due("needs_prev_step_grads", STEP_POINTS, next_epoch, loop.step + 1):
+            loop.current_grads = {name: gradient.clone() for name, gradient in live.items()}
 
 
-def _append_column(loop: LoopState, gradients: list[Tensor]) -> None:
+def _append_column(loop: LoopState, live: dict[str, Tensor]) -> None:
     """Append loss and gradient norm to the series, a tensor of shape (2, columns) that grows by doubling."""
     series, count = loop.step_series, loop.series_steps
     if loop.loss is None:
@@ -330,7 +322,7 @@ def _append_column(loop: LoopState, gradients: list[Tensor]) -> None:
         series = unsharded(loop.loss).new_zeros(2, INITIAL_COLUMNS, dtype=torch.float64)
     elif count == series.shape[1]:
         series = torch.cat([series, torch.zeros_like(series)], dim=1)
-    loss, norm = unsharded(loop.loss), joint_norm(gradients)
+    loss, norm = unsharded(loop.loss), joint_norm(list(live.values()))
     # Column t holds the loss L_t and ‖g_t‖₂, the joint norm over all parameters.
     if is_readable(series) and is_readable(norm):
         series.numpy()[:, count] = loss.item(), norm.item()  # a fourth of the time of operations on tensors

@@ -136,7 +136,7 @@ class HookCalls:
             try:
                 isolation.finish_checks()
             except StateMutationError as error:
-                self.hooks.handle_mutation(error, due_listeners[0].hook.name, point.name, loop.step)
+                self.hooks.handle_mutation(error, call_of(due_listeners[0].hook, point.name, loop.step))
             if point not in STEP_POINTS or self.delivery.urgent.are_waiting:
                 self._deliver(point)
             if self.task.ranks.shards or point not in STEP_POINTS:  # on shards, nearly every hook runs collectives

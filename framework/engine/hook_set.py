@@ -105,7 +105,7 @@ class HookSet:
         if self.offload is not None:
             function = partial(self.offload.call, hook, function)
         # Without the function of Python that creates a named tuple.
-        call = tuple.__new__(Call, (hook.name, where, step, *_traits(type(hook))))
+        call: Call = tuple.__new__(Call, (hook.name, where, step, *_traits(type(hook))))
         is_observer = intervention is None and (self.taps.is_idle or self._has_disabled_taps)
         if is_observer and self.timer is None and not self.profiler.enabled:  # nearly always, with few functions
             if self._disabled:
@@ -114,7 +114,7 @@ class HookSet:
             try:
                 return self.isolation.observe(call, function)
             except BaseException as error:
-                self._handle_error(hook, where, step, error)
+                self._handle_error(hook, call, error)
                 return None
         if is_observer:
             run_hook = partial(self.isolation.observe, call, function)
@@ -125,12 +125,12 @@ class HookSet:
             run_hook = partial(self.profiler.call, hook.name, run_hook, state_of)
         is_collective = intervention is not None
         if self.timer is None:
-            return self._call_safely(hook, where, step, run_hook, collective=is_collective)
-        timed = partial(self._call_safely, hook, where, step, run_hook, collective=is_collective)
+            return self._call_safely(hook, call, run_hook, collective=is_collective)
+        timed = partial(self._call_safely, hook, call, run_hook, collective=is_collective)
         return self.timer.time_call(hook.name, where, timed)
 
     def _call_safely(
-        self, hook: TrainingHook, where: str, step: int, run_hook: Callable[[], Result], *, collective: bool = False
+        self, hook: TrainingHook, call: Call, run_hook: Callable[[], Result], *, collective: bool = False
     ) -> Result | None:
         """Return the result of an isolated call, or handle its exception (``SystemExit`` too) as a failure of the hook.
 
@@ -145,18 +145,16 @@ class HookSet:
             if collective:
                 self.ranks.join()
         except BaseException as error:
-            self._handle_error(hook, where, step, error, collective=collective)
+            self._handle_error(hook, call, error, collective=collective)
             return None
         return result
 
-    def _handle_error(
-        self, hook: TrainingHook, where: str, step: int, error: BaseException, *, collective: bool = False
-    ) -> None:
+    def _handle_error(self, hook: TrainingHook, call: Call, error: BaseException, *, collective: bool = False) -> None:
         """Handle an error of a call, or raise the one with which the run ends."""
         if isinstance(error, StateMutationError):
-            if str(error).startswith(f"Hook {hook.name!r} at {where} "):  # otherwise earlier calls are named
-                error.args = (" ".join(filter(None, [str(error), advice_on_mutation(hook, where, error)])),)
-            self.handle_mutation(error, hook.name, where, step, collective=collective)
+            if str(error).startswith(f"Hook {hook.name!r} at {call.where} "):  # otherwise earlier calls are named
+                error.args = (" ".join(filter(None, [str(error), advice_on_mutation(hook, call.where, error)])),)
+            self.handle_mutation(error, call, collective=collective)
         elif isinstance(error, (KeyboardInterrupt, RankLostError)):
             raise error
         elif isinstance(error, RankError):
@@ -164,7 +162,7 @@ class HookSet:
         # Without a loss on this rank alone, the others may have one, and wait for it. SystemExit is a failure as well,
         # since it would end the run as if it had completed.
         elif self.ranks.are_many or not isinstance(error, NoLossError):
-            self._handle_failure(hook, where, step, error, collective=collective)
+            self._handle_failure(hook, call, error, collective=collective)
 
     def call_each(self, call_hooks: Callable[[], None]) -> None:
         """Call a function that makes several calls, with the taps disabled once for all of them."""
@@ -175,11 +173,9 @@ class HookSet:
             finally:
                 self._has_disabled_taps = False
 
-    def handle_mutation(
-        self, error: StateMutationError, name: str, where: str, step: int, *, collective: bool = False
-    ) -> None:
+    def handle_mutation(self, error: StateMutationError, call: Call, *, collective: bool = False) -> None:
         """End the run now, or after the step if other ranks may wait in a collective operation."""
-        self._announce(Failure(name, where, step, str(error)), now=collective)
+        self._announce(Failure(*call[:3], str(error)), now=collective)
         if collective or not self.ranks.are_many:
             self.disable_all()
             raise error
@@ -188,10 +184,9 @@ class HookSet:
 
     def _query(self, hook: TrainingHook, where: str, function: Callable[[], Result]) -> Result | None:
         """Query a hook's metadata or state, isolated but neither profiled nor offloaded."""
-        step = self.state.loop.step
         with self.isolation.visit():
-            call = call_of(hook, where, step)
-            return self._call_safely(hook, where, step, partial(self.run_in_gate, call, function))
+            call = call_of(hook, where, self.state.loop.step)
+            return self._call_safely(hook, call, partial(self.run_in_gate, call, function))
 
     def tap_owner(self, hook: TrainingHook) -> TapOwner:
         """Return what the taps of a hook need to know of it."""
@@ -223,8 +218,8 @@ class HookSet:
                 return self.isolation.observe_in_pass(call, function)
 
         if self.timer is None:
-            return self._call_safely(hook, call.where, call.step, run_in_pass)
-        timed = partial(self._call_safely, hook, call.where, call.step, run_in_pass)
+            return self._call_safely(hook, call, run_in_pass)
+        timed = partial(self._call_safely, hook, call, run_in_pass)
         return self.timer.time_pass(hook.name, call.step, timed)
 
     @property
@@ -272,14 +267,12 @@ class HookSet:
                 return self.isolation.observe(call, function)
             return self.isolation.intervene(call, function, mutates=intervention.mutates)
 
-    def _handle_failure(
-        self, hook: TrainingHook, where: str, step: int, error: BaseException, *, collective: bool = False
-    ) -> None:
+    def _handle_failure(self, hook: TrainingHook, call: Call, error: BaseException, *, collective: bool) -> None:
         try:
-            failure = self._drop_after(hook, partial(self.failures.handle, hook, where, step, error))
+            failure = self._drop_after(hook, partial(self.failures.handle, hook, call.where, call.step, error))
         except BaseException as final:
             outcome: Literal["refuses", "ends"] = "refuses" if isinstance(final, UsageError) else "ends"
-            self._announce(Failure(hook.name, where, step, str(final), outcome), now=True)
+            self._announce(Failure(*call[:3], str(final), outcome), now=True)
             raise
         self._announce(failure, now=collective)
         level = logging.WARNING if hook.name in self.failures.left_out else logging.ERROR
@@ -470,11 +463,10 @@ class HookSet:
         has_calls = False
         for hook in list(self.hooks):
             if hook.name in states:
-                has_calls = True
-                load = partial(hook.load_state_dict, states[hook.name])
-                load_isolated = partial(self.run_in_gate, Call(hook.name, LOAD, 0), load)
+                has_calls, call = True, Call(hook.name, LOAD, 0)
+                load = partial(self.run_in_gate, call, partial(hook.load_state_dict, states[hook.name]))
                 with self.isolation.visit():
-                    self._call_safely(hook, LOAD, 0, load_isolated)
+                    self._call_safely(hook, call, load)
         if has_calls:  # before start(), where a rank would wait for a hook that another rank has left out
             self.synchronise_failures()
 
