@@ -27,14 +27,15 @@ class BackwardCalls:
         self._others: list[TrainingHook] = []
         """Hooks that are not due at this step, and have not received a loss that is not finite."""
         self._alarmed = set[str]()
-        self._index = 0
+        self.index = 0
+        """The number of passes of the step."""
         self._parameters: dict[str, nn.Parameter] = {}
         self.are_needed = bool(hooks.listeners.of_backward_passes)
         """Whether any hook defines the method."""
 
     def begin_step(self, loop: LoopState) -> None:
         """Find the hooks that are due at the step."""
-        listeners, self._index = self._hooks.listeners, 0
+        listeners, self.index = self._hooks.listeners, 0
         self._due, self._others = [], []
         for hook in listeners.of_backward_passes:
             if listeners.is_scheduled(hook, loop.epoch, loop.step):
@@ -47,13 +48,13 @@ class BackwardCalls:
     def call(self, loop: LoopState, loss: Tensor, divisor: float, *, is_scaled: bool) -> None:
         """Call the due hooks, and for the first loss that is not finite the others."""
         alarmed = self._others if self._others and _is_known_nonfinite(loss) else []
-        self._index += 1
+        self.index += 1
         if not self._due and not alarmed:
             return
         context = BackwardContext(
             epoch=loop.epoch,
             step=loop.step,
-            index=self._index - 1,
+            index=self.index - 1,
             loss=loss,
             divisor=divisor,
             is_scaled=is_scaled,
@@ -69,10 +70,6 @@ class BackwardCalls:
             self._call_one(hook, loop, replace(context, is_due=False))
         if alarmed:
             self._others = []
-
-    def drop_last(self) -> None:
-        """Give the next pass of the step the index of the newest one, which it replaces."""
-        self._index -= 1
 
     def _call_one(self, hook: TrainingHook, loop: LoopState, context: BackwardContext) -> None:
         if hook in self._hooks.listeners.of_backward_passes:  # otherwise an earlier pass of the step has failed

@@ -134,8 +134,8 @@ class Driver:
         self._mark((BACKWARD, self._now()))
 
     def drop_backward(self) -> None:
-        """Undo :meth:`before_backward` for a pass that is not one of the step."""
-        self._backward_calls.drop_last()
+        """Undo :meth:`before_backward` for a pass that is not one of the step: the next one gets its index."""
+        self._backward_calls.index -= 1
 
     def after_backward(self, loss: Tensor | None, *, skipped: bool = False) -> None:
         """Record the detached ``loss``, if known, and fire POST_BACKWARD; gradients are complete and unscaled."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from operator import index
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args, get_type_hints
+from typing import Any, Literal, TypedDict, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -130,10 +130,6 @@ class AttachOptions(RunSettings):
             is_list = isinstance(value, (list, tuple, str))
             require(is_list, f"{name} is {value!r}; it must be a list: {name}=[{value!r}].")
             object.__setattr__(self, name, as_names(value))
-        words = {"loop": LoopType, "display": DisplayMode, "stop_on": StopOn}
-        for name, accepted in words.items():
-            if getattr(self, name) not in (*get_args(accepted), *([None] if name == "stop_on" else [])):
-                raise unknown(f"value of {name}:", str(getattr(self, name)), get_args(accepted))
         check_hooks(self.hooks)
         check_tables(self.hook_options, self.schedules)
         kind, is_table = type(self.config).__name__, isinstance(self.config, Mapping)

@@ -46,10 +46,6 @@ class FolderChoice:
         """The path whose name describes the run: a numbered default folder says nothing about it."""
         return self.folder.path if self._given is not None else self._parent.parent
 
-    def check(self) -> None:
-        """Raise :class:`UsageError` if the folder cannot be written; whether it contains a run depends on a resume."""
-        self.folder.refuse_to_overwrite(allowed=True)
-
     def create(self, *, overwrite: bool, is_resumed: bool) -> None:
         """Create a new numbered folder, unless one was given; refuse to overwrite another run.
 

@@ -217,7 +217,7 @@ class AttachedLoop:
             self._synchronise_options(accumulate)
         check_optimizer(model, optimizer)
         if ranks.is_main:
-            self._folder_choice.check()
+            self._folder_choice.folder.refuse_to_overwrite(allowed=True)  # whether it has a run depends on a resume
         for item in separate_optimizers(optimizer):
             attached = f"A run is already attached to this {type(item).__name__}; close it first: scope.close()."
             require(item not in _TRAINED, attached)

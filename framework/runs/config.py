@@ -117,12 +117,12 @@ class RunSettings:
     compiled: Literal["safe", "all"] = "safe"
 
     def __post_init__(self) -> None:
-        """Raise :class:`UsageError` for an unknown value of ``on_hook_error``, or of the budget."""
+        """Raise :class:`UsageError` for an unknown word, or an invalid budget."""
         budget_of(self.budget)
-        if self.on_hook_error not in (words := ("raise", "skip", "auto")):
-            raise unknown("value of on_hook_error:", str(self.on_hook_error), words)
-        if self.compiled not in (modes := ("safe", "all")):
-            raise unknown("value of compiled:", str(self.compiled), modes)
+        for name, annotation in get_type_hints(type(self)).items():
+            words, value = allowed_words(annotation), getattr(self, name)
+            if words and not fits(value, annotation):
+                raise unknown(f"value of {name}:", str(value), words)
 
 
 @dataclass(frozen=True, kw_only=True)
