@@ -26,11 +26,7 @@ class StoppedError(LoopscopeError):
 
 
 class _TerminatedError(KeyboardInterrupt):
-    """A signal was received while no step was in progress."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
+    """A signal, its argument, was received while no step was in progress."""
 
 
 class Signals:
@@ -64,7 +60,7 @@ class Signals:
             ):
                 yield
         except _TerminatedError as error:
-            raise StoppedError(error.number) from None
+            raise StoppedError(*error.args) from None
 
     @contextmanager
     def deferred(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from ..state.parameter_groups import learning_rate_of
 from ..tensors import accumulate, is_readable, joint_norm, local_shards, unsharded
 from ..training import BACKWARD, END, FORWARD, HOOKS, MANY_EVENTS, UPDATE, TrainingTask
 from .backward_calls import BackwardCalls
-from .budget import RECORDING, Budget
+from .budget import RECORDING
 from .hook_set import HookSet
 from .manager import HookManager
 from .metric_delivery import QueueLength
@@ -148,11 +148,12 @@ class Driver:
             loop.running_loss = loss.clone() if loop.running_loss is None else loop.running_loss.add_(loss)
             loop.running_steps += 1
         loop.loss = loss
-        if self._recorder.is_needed:
-            if self._budget is None:
-                self._recorder.record(loop, skipped=skipped)
-            else:
-                self._record_within_budget(self._budget, skipped=skipped)
+        if self._recorder.is_needed and self._budget is None:
+            self._recorder.record(loop, skipped=skipped)
+        elif self._recorder.is_needed and self._budget is not None:  # only if a hook is due that needs gradient data
+            self._hooks.has_current_norm = self._recorder.needs_every_step or self._is_any_due_after_backward()
+            if self._hooks.has_current_norm:
+                self._budget.time_visit(RECORDING, partial(self._recorder.record, loop, skipped=skipped))
         if self._hooks.listeners.at[POST_BACKWARD] or not self._taps.is_idle:  # taps may have news
             self.manager.fire(POST_BACKWARD)
         self._mark((UPDATE, self._now()))
@@ -160,12 +161,6 @@ class Driver:
     def _is_any_due_after_backward(self) -> bool:
         first_due, step = self._hooks.listeners.first_due, self.loop.step
         return step >= min(first_due[POST_BACKWARD], first_due[PRE_UPDATE], first_due[POST_STEP])
-
-    def _record_within_budget(self, budget: Budget, *, skipped: bool) -> None:
-        """Record gradient data if a hook is due that needs them, as a part of the time of hooks."""
-        self._hooks.has_current_norm = self._recorder.needs_every_step or self._is_any_due_after_backward()
-        if self._hooks.has_current_norm:
-            budget.time_visit(RECORDING, partial(self._recorder.record, self.loop, skipped=skipped))
 
     def before_update(self) -> None:
         """Fire PRE_UPDATE and record the learning rate of the step; not called for a skipped step."""

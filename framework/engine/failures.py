@@ -73,8 +73,10 @@ class HookFailures:
             LoopscopeError: the error ends the run now.
         """
         explained = explain_nondeterminism(error)
+        is_within_step = where in HookPoint.__members__ or where.startswith("tap on") or where == "check"
         if hook.name not in self.required:
-            sentence = f"Hook {hook.name!r} raised at {_moment(where, step)}: {with_lines(explained)}"
+            moment = f"{where} of step {step}" if is_within_step else where
+            sentence = f"Hook {hook.name!r} raised at {moment}: {with_lines(explained)}"
             is_unsuitable = isinstance(error, UnsuitableError)
             return self.leave_out(hook, where, step, str(error) if is_unsuitable else shortened(sentence, 290))
         if where == LOAD:
@@ -102,10 +104,7 @@ class HookFailures:
         failure = HookError(message)
         failure.__cause__ = error
         # Without the failed hook, the step has the same result and can be completed, unless the hook commits.
-        is_within_step = (
-            where in HookPoint.__members__ or where in ("check", "state_dict") or where.startswith("tap on")
-        )
-        if not is_within_step or (isinstance(hook, InterventionHook) and hook.commits):
+        if not (is_within_step or where == "state_dict") or (isinstance(hook, InterventionHook) and hook.commits):
             raise failure
         self.pending = self.pending or failure
         return Failure(hook.name, where, step, message, "held back")
@@ -151,8 +150,3 @@ class HookFailures:
         if self.on_error != "raise":
             self.errors[:] = map(dict, errors)
         return {*left_out, *(error["hook"] for error in self.errors)}
-
-
-def _moment(where: str, step: int) -> str:
-    is_in_step = where in HookPoint.__members__ or where.startswith("tap on") or where == "check"
-    return f"{where} of step {step}" if is_in_step else where

@@ -91,7 +91,10 @@ class HookCalls:
             yield
 
     def report_evaluation(self) -> None:
-        """Call the hooks that report evaluations, as at SNAPSHOT, for an evaluation that no hook has reported yet."""
+        """Call the hooks that report evaluations, as at SNAPSHOT, for an evaluation that no hook has reported yet.
+
+        They report it under the step after which it was measured.
+        """
         if listeners := self.hooks.listeners.of_evaluations:
             self.call(HookPoint.SNAPSHOT, listeners)
         else:

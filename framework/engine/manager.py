@@ -131,6 +131,7 @@ class HookManager:
         self.call_hooks: Callable[[HookPoint, Sequence[Listener]], None] = self._hook_calls.call
         self.save_step_streams = self._hook_calls.save_step_streams
         self.call_between_steps = self._hook_calls.call_between_steps
+        self.report_evaluation = self._hook_calls.report_evaluation
         self._reference_weights = reference_weights
         self._evaluation_listeners = evaluation_listeners
         self.observed_first_pass: ObservedPass | None = None
@@ -238,11 +239,6 @@ class HookManager:
         """Log a message to the logger ``loopscope``."""
         log(self.state.streams, level, text, *arguments)
 
-    def report_evaluation(self) -> None:
-        """Report the newest evaluation, if no hook has reported it yet, under the step after which it was measured."""
-        if self.state.loop.has_unreported_evaluation:
-            self._hook_calls.report_evaluation()
-
     def raise_failures(self) -> None:
         """Raise the failures of hooks during the step, on any rank; called only between steps."""
         hooks = self.hooks
@@ -297,7 +293,7 @@ class HookManager:
         self.taps.remove()
         if self.budget is not None:
             self.budget.end()
-        if status == "completed" and self._started:
+        if status == "completed" and self._started and self.state.loop.has_unreported_evaluation:
             self.report_evaluation()
         # The stack closes the sinks last, after the hooks, and also if a hook or the flush raises.
         with self.isolation.visit(), ExitStack() as callbacks:

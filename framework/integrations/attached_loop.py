@@ -378,7 +378,7 @@ class AttachedLoop:
             if self.ranks.is_main:
                 notice(
                     f"{short_path(self.path)} does not hold the run of the loaded checkpoint, so a new record starts "
-                    f"after step {self._stored.step}, with the restored state of the hooks."
+                    f"after step {self._stored.loop['step']}, with the restored state of the hooks."
                 )
             return False
         return True
@@ -403,15 +403,12 @@ class AttachedLoop:
         run, ranks = self.run, self.ranks
         with run.undone_after_errors():
             ranks.call_on_all(run.enter_folder)
-            run.start_hooks(partial(self._check_first_batch, first), first=first)
+            checks = [] if first is None else [partial(self.manager.hooks.check_first_batch, first)]
+            run.start_hooks(*checks, first=first)
             if self._stored is not None:
                 self.manager.disable_dropped_hooks()
             ranks.call_on_all(self._start_record)
             self._start_digests()
-
-    def _check_first_batch(self, first: Batch | None) -> None:
-        if first is not None:
-            self.manager.hooks.check_first_batch(first)
 
     def _start_record(self) -> None:
         if not self._continues_record:
@@ -700,7 +697,7 @@ class AttachedLoop:
     @property
     def stored_epoch(self) -> int:
         """The epoch of the loaded state."""
-        return 0 if self._stored is None else self._stored.epoch
+        return 0 if self._stored is None else int(self._stored.loop["epoch"])
 
     @preserved_streams()
     def end(self, status: str = "completed", error: BaseException | None = None) -> None:

@@ -55,14 +55,10 @@ class StoredState:
         return positions
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the loop."""
-        return int(self.content["loop"]["epoch"])
-
-    @property
-    def step(self) -> int:
-        """The step of the loop."""
-        return int(self.content["loop"]["step"])
+    def loop(self) -> Mapping[str, Any]:
+        """The position and the accumulators of the loop, by name."""
+        position: Mapping[str, Any] = self.content["loop"]
+        return position
 
     def restore(self, manager: HookManager) -> None:
         """Restore loop, hooks and metrics; model and optimizer are restored by the script."""

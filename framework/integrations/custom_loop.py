@@ -220,8 +220,8 @@ class CustomLoop(Transient):
         """Finds the batches, until the loop reports batches of tensors."""
         self._passed: Batch = NO_ROWS  # the arguments of the newest pass
         self.thread: int | None = None
+        is_in_hook = self._hook_calls.is_entered
         if called is not None:
-            is_in_hook = self._hook_calls.is_entered
             self.arguments = ForwardArguments((model, called), self._on_pass, is_in_hook, self._on_evaluation_pass)
             attached.on_evaluation_numbers = self._on_evaluation_numbers
             self.arguments.arm()
@@ -229,7 +229,6 @@ class CustomLoop(Transient):
         attached.is_in_step = self.is_in_step
         self._use_driver()
         self._running = [RunningStep(self, index, self._hook_calls) for index, _ in enumerate(self._optimizers)]
-        is_in_hook = self._hook_calls.is_entered
         self._others = OtherOptimizers(model, self._optimizers, is_in_hook, self._report_other_optimizer)
         self._handles = [
             handle
@@ -1001,12 +1000,13 @@ class CustomLoop(Transient):
             if self._is_cleared:
                 self._note_cleared()
             self._gradients_complete()
-        elif step.phase is not COMPLETE:
-            has_gradients = step.is_counted or bool(step.losses)
-            # With gradients that were computed before, a closure such as ``lambda: loss`` only returns the loss.
-            if not has_gradients and any(item is not None for item in (*inputs[1:], *options.values())):
+        elif step.phase is IN_STEP and step.losses:
+            self._complete_short_step()
+        # With gradients that were computed before, a closure such as ``lambda: loss`` only returns the loss.
+        elif step.phase is not COMPLETE and not (step.is_counted or step.losses):
+            if any(item is not None for item in (*inputs[1:], *options.values())):
                 return self._begin_closure_step(inputs, options)
-            self._complete_at_update(has_passes=has_gradients)
+            self._complete_own_gradients()
         self._begin_update(index, optimizer)
         return None
 
@@ -1065,13 +1065,8 @@ class CustomLoop(Transient):
             )
         self._gradients_complete()
 
-    def _complete_at_update(self, *, has_passes: bool) -> None:
-        """Complete the gradients of a step without observed passes at its update; not those of an earlier step."""
-        if not has_passes:
-            self._complete_own_gradients()
-            return
-        if self._step.phase is not IN_STEP:
-            return
+    def _complete_short_step(self) -> None:
+        """Complete the gradients of a step at its update, after fewer reported passes than announced."""
         self._warn_once(
             "short",
             f"optimizer.step() was called after only {self._step.calls} of {self._accumulate} micro-batches, so "

@@ -267,23 +267,20 @@ class TrainerEvents(TrainerCallback):
         others = (getattr(trainer, name, None) for name in NOT_COUNTERS)
         modules = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
         with undone_in_attributes(trainer, [*others, *modules]):
-            return self._computed_loss(model, batch)
-
-    def _computed_loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        trainer = self._trainer
-        is_part = any(part is batch for part in self._parts)
-        count = len(self._parts) if is_part else 1
-        model.train()
-        # Private: with these functions the Trainer itself prepares a micro-batch and counts its items.
-        inputs = trainer._prepare_inputs(dict(batch))
-        items = self._items if is_part else trainer._get_num_items_in_batch([batch], trainer.args.device)
-        with trainer.compute_loss_context_manager():
-            loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=items)
-        # The Trainer's own rule: a loss that is not scaled yet is divided by the number of micro-batches.
-        scaled = trainer.loss_is_scaled_for_ga
-        if scaled is None:
-            scaled = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
-        return loss if scaled else loss / count
+            is_part = any(part is batch for part in self._parts)
+            count = len(self._parts) if is_part else 1
+            model.train()
+            # Private: with these functions the Trainer itself prepares a micro-batch and counts its items.
+            inputs = trainer._prepare_inputs(dict(batch))
+            items = self._items if is_part else trainer._get_num_items_in_batch([batch], trainer.args.device)
+            with trainer.compute_loss_context_manager():
+                loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+            # The Trainer's own rule: a loss that is not scaled yet is divided by the number of micro-batches.
+            scaled = trainer.loss_is_scaled_for_ga
+            if scaled is None:
+                takes_items = trainer.model_accepts_loss_kwargs and items is not None
+                scaled = takes_items or trainer.compute_loss_func is not None
+            return loss if scaled else loss / count
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         """Pass the numbers of ``step`` to the Trainer's logging callbacks."""

@@ -54,14 +54,9 @@ class LightningLoop(Transient):
         self._stored: dict[str, Any] = {}  # of the checkpoint that the fit resumes from
         self._state: dict[str, Any] = {}  # for checkpoints before the run, after it and within a validation
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the run is closed."""
-        return self._attached.is_closed
-
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Start a new run for another fit; one that was attached again has replaced this callback."""
-        if stage == "fit" and self.is_closed:
+        if stage == "fit" and self._attached.is_closed:
             self._reset()
             self._attached = self._attached.successor()
             self.scope.follow(self._attached)
@@ -157,7 +152,7 @@ class LightningLoop(Transient):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state of a checkpoint for the fit that resumes from it; tests and validations ignore it."""
-        if self._trainer.state.fn == "fit" and not self.is_closed:
+        if self._trainer.state.fn == "fit" and not self._attached.is_closed:
             self._stored = self._state = state_dict
 
     def on_train_end(self, trainer: Any, module: Any) -> None:

@@ -53,7 +53,7 @@ def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
 
 def _refuse(trainer: Any, package: str) -> None:
     """Raise :class:`UsageError` for a Trainer that hooks cannot be attached to."""
-    active = [item for item in trainer.callbacks if isinstance(item, LightningLoop) and not item.is_closed]
+    active = [item for item in trainer.callbacks if isinstance(item, LightningLoop) and not item.scope.is_closed]
     require(not active, "Hooks are already attached to this Trainer; name all hooks in one attach.")
     running = trainer.state.status == "running" and trainer.optimizers  # which a fit creates after its set-up
     require(not running, "This Trainer is already running; attach hooks to it before trainer.fit(...).")

@@ -206,7 +206,8 @@ class Isolation:
 
         A call that ``shares_bytes`` leaves the comparison of bytes to :meth:`finish_checks`.
         """
-        self._check_quickly(call, [call])
+        self._unchecked_calls.append(call)
+        self._check_quickly()
         calls, self._unfinished_calls = self._unfinished_calls, []
         self._tripwire.check_rest(AnyOf(calls))
         if self._tripwire.rewritten:  # also by tensors that moved to other memory
@@ -222,17 +223,13 @@ class Isolation:
     def finish_checks(self) -> None:
         """Make the checks of the calls that share them; an error names all of these calls."""
         if self._unchecked_calls:
-            self._check_shared_quickly()
+            self._check_quickly()
         if self._unfinished_calls:
             calls, self._unfinished_calls = self._unfinished_calls, []
             self._tripwire.check_rest(AnyOf(calls))
         if self._calls_sharing_bytes:
             calls, self._calls_sharing_bytes = self._calls_sharing_bytes, []
             self._tripwire.check_bytes(AnyOf(calls))
-
-    def _check_shared_quickly(self) -> None:
-        calls, self._unchecked_calls = self._unchecked_calls, []
-        self._check_quickly(AnyOf(calls), calls)
 
     def observe(self, call: Call, function: Callable[[], Result]) -> Result:
         """Run ``function`` on the call's random stream, without gradient tracking, and check the state.
@@ -267,11 +264,10 @@ class Isolation:
                 leave_modes(self._modes)
             if is_full:
                 self.check(call, shares_bytes=shares)
-            elif shares_quick_check:
-                self._unchecked_calls.append(call)
             else:
-                calls, self._unchecked_calls = [*self._unchecked_calls, call], []
-                self._check_quickly(AnyOf(calls), calls)
+                self._unchecked_calls.append(call)
+                if not shares_quick_check:
+                    self._check_quickly()
             if grad_mode is not self._grad_mode:  # a nested call: the outer one continues without gradients
                 torch._C._set_grad_enabled(grad_mode)
 
@@ -346,7 +342,7 @@ class Isolation:
         is_full = seen <= CALLS_CHECKED_ALONE or not seen & (seen - 1) or self._audit.enabled
         needs_bytes = is_full or key in self._rewriting_calls
         if needs_bytes and self._unchecked_calls:  # first, since bytes that these calls changed must not be recorded
-            self._check_shared_quickly()
+            self._check_quickly()
         is_complete = is_full or not shares
         if not tripwire.quick or (is_complete and not tripwire.rest):
             tripwire.take_baseline(is_complete=is_complete)
@@ -354,12 +350,14 @@ class Isolation:
             tripwire.record_bytes()
         return is_full
 
-    def _check_quickly(self, caller: object, calls: list[Call]) -> None:
+    def _check_quickly(self) -> None:
+        """Check the calls that share the next quick check."""
+        calls, self._unchecked_calls = self._unchecked_calls, []
         try:
-            self._tripwire.check_quickly(caller)
+            self._tripwire.check_quickly(AnyOf(calls))
         except StateMutationError:
             # The end of the visit would blame these calls for the same change.
-            self._unchecked_calls, self._unfinished_calls, self._calls_sharing_bytes = [], [], []
+            self._unfinished_calls, self._calls_sharing_bytes = [], []
             raise
         if self._tripwire.rewritten:
             self._rewriting_calls.update([call[:2] for call in calls])

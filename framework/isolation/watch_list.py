@@ -147,16 +147,16 @@ class WatchList:
 
         The contents of the current step, and the parameters of a group, are compared as tensors.
         """
-        owners = [(part, key) for space, part in self._spaces_with_parts for key in space]
         return [
             place
-            for place, ((part, key), kind) in enumerate(zip(owners, kinds, strict=True))
+            for place, ((part, key), kind) in enumerate(zip(self._value_owners(), kinds, strict=True))
             if has_contents(kind) and part.step_tensors is None and key != "params"
         ]
 
-    @property
-    def _spaces_with_parts(self) -> Iterable[tuple[dict[Any, Any], Watched]]:
-        return zip(self._value_spaces, self._space_parts, strict=True)
+    def _value_owners(self) -> list[tuple[Watched, Any]]:
+        """Return the part and the key of each value of the watched dicts."""
+        pairs = zip(self._value_spaces, self._space_parts, strict=True)
+        return [(part, key) for space, part in pairs for key in space]
 
     def name_of_difference_in_spaces(self, previous: tuple[Any, ...], now: tuple[Any, ...]) -> str:
         """Name the first value that differs between two results of :meth:`read_spaces`; empty if none does."""
@@ -164,7 +164,7 @@ class WatchList:
         if sizes < len(self._space_parts):
             return self._space_parts[sizes].label
         # The sizes are equal, so that the position of a value, type or content gives its dict.
-        owners = [(part, key) for space, part in self._spaces_with_parts for key in space]
+        owners = self._value_owners()
         places = [*range(len(owners)), *range(len(owners)), *self._find_containers(now[1])]
         flat = [(*values, *kinds, *_contents_of_each(*contents)) for values, kinds, _, *contents in (previous, now)]
         index = _first_difference(*flat)

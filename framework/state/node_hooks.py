@@ -77,14 +77,6 @@ NODE_HOOKS = NodeHookRecord()
 """The record of this process: torch's function for new hooks exists once."""
 
 
-def _restore(replaced: Any) -> None:
-    """Restore the function for new hooks: another library's, or the inherited one."""
-    if replaced is None:
-        delattr(Function, _NAME)
-    else:
-        setattr(Function, _NAME, replaced)
-
-
 @cache
 def is_recorded() -> bool:
     """Return whether this torch calls the recorded function; otherwise all nodes are searched for new hooks."""
@@ -135,7 +127,10 @@ def tables_of(node: Any) -> list[Table]:
     try:
         tables = [_table(node.register_prehook), _table(node.register_hook)]
     finally:
-        _restore(replaced)
+        if replaced is None:  # otherwise another library has replaced the inherited function
+            delattr(Function, _NAME)
+        else:
+            setattr(Function, _NAME, replaced)
     return [table for table in tables if table]
 
 
