@@ -157,7 +157,7 @@ def attach(
     given = locals()
     if hooks is None and with_hooks is None:
         given["with_hooks"] = "health"
-    given |= {"is_loop_given": loop is not None, "audit_hooks": audit}
+    given["audit_hooks"] = audit
     given["reference"] = Path(reference) if isinstance(reference, str) else reference
     chosen = {name: given[name] for name in AttachOptions.__dataclass_fields__ if given[name] is not None}
     chosen["budget"] = budget  # None has a meaning

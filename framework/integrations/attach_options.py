@@ -101,9 +101,8 @@ class AttachOptions(RunSettings):
     loader: "GivenData | None" = None
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None
     also: Mapping[str, nn.Module] = field(default_factory=dict)
-    loop: LoopType = "epoch"
-    is_loop_given: bool = False
-    """Whether the caller has chosen it."""
+    loop: LoopType | None = None
+    """``None`` for epochs, and for steps in a loop that reports no batches."""
     length: int | None = None
     log_every: int = 100
     snapshot_every: int | None = None
@@ -148,7 +147,7 @@ class AttachOptions(RunSettings):
     @property
     def snapshot_interval(self) -> int:
         """The interval of SNAPSHOT, in epochs (step loop: steps)."""
-        return self.snapshot_every or (1 if self.loop == "epoch" else 1_000)
+        return self.snapshot_every or (1_000 if self.loop == "step" else 1)
 
     def is_due(self, count: int) -> bool:
         """Return whether SNAPSHOT fires after ``count`` epochs (step loop: steps); it always does at a known end."""

@@ -36,7 +36,7 @@ from ..errors import (
     warn,
     with_lines,
 )
-from ..hooks import ENDLESS, HookPoint, LoopType, StatePart, TrainingHook, treatments
+from ..hooks import ENDLESS, HookPoint, TrainingHook, treatments
 from ..isolation import undone_in_modules, undone_pass
 from ..loops import NoProgress, Progress
 from ..observing import scaler_in_use, schedulers_of, stop_timing, time_loaders
@@ -272,7 +272,7 @@ class AttachedLoop:
         if found.get("scheduler") is None:
             schedulers = [item for one in separate_optimizers(optimizer) for item in schedulers_of(one)]
             found["scheduler"] = single_scheduler(schedulers)
-        loop: LoopType = self.options.loop if self.options.is_loop_given else "step"
+        loop = self.options.loop or "step"
         if found != self._parts or loop != self.options.loop:
             self.options = replace(self.options, loop=loop)
             left_out, place = self.manager.hooks.failures.left_out, self.manager.state.loop
@@ -299,7 +299,7 @@ class AttachedLoop:
             self._hooks,
             task,
             state,
-            loop=options.loop,
+            loop=options.loop or "epoch",
             required=[*self._required],
             left_out=left_out,
             sinks=[*options.create_sinks(), *self._console.sinks()],
@@ -539,7 +539,7 @@ class AttachedLoop:
             self._write_digest()
         if options.loop == "step" and loop.step and not options.is_due(loop.step):
             self._end_interval()
-        elif options.loop == "epoch" and loop.epoch and not options.is_due(loop.epoch):
+        elif options.loop != "step" and loop.epoch and not options.is_due(loop.epoch):
             loop.epoch -= 1  # SNAPSHOT belongs to the last epoch
             self.driver.snapshot()
             loop.epoch += 1
@@ -549,24 +549,19 @@ class AttachedLoop:
         driver, loop = self.driver, self.driver.loop
         self.plan.end_epoch(loop.epoch, loop.step)
         driver.end_batches()
-        if self.options.loop == "epoch":
+        if self.options.loop != "step":
             driver.end_interval()
         if numbers:
             driver.record_evaluation(numbers)
         self._progress.report_evaluation(loop)
         driver.end_epoch()
-        is_due = self.options.loop == "epoch" and self.options.is_due(loop.epoch + 1)
+        is_due = self.options.loop != "step" and self.options.is_due(loop.epoch + 1)
         if is_due:
             driver.snapshot()
         loop.epoch += 1
         if is_due and self.options.digest_every is None:
             self._write_digest()
         self.manager.raise_failures()
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether a hook changes the gradients that the loop continues with."""
-        return any(StatePart.GRADIENTS.value in parts for parts in self.treatments.values())
 
     @contextmanager
     def evaluating(

@@ -450,7 +450,8 @@ class CustomLoop(Transient):
         self._is_in_backward = False
         scaled, self._scaled = self._scaled, None
         step = self._step
-        if not (self._note_reached(*gradients) or step.stepped_in_backward or self._has_gradients_elsewhere):
+        is_sharded = step.has_new_batch and self._driver.task.ranks.shards  # gradients may not be at the parameters
+        if not (self._note_reached(*gradients) or step.stepped_in_backward or is_sharded):
             self._drop_shown_pass()
             return
         self._was_shown = False
@@ -475,11 +476,6 @@ class CustomLoop(Transient):
         if step.stepped_in_backward:
             self._gradients_complete()
             self._end_step(skipped=False)
-
-    @property
-    def _has_gradients_elsewhere(self) -> bool:
-        """Whether a pass of the step may leave its gradients in shards, and not at the parameters."""
-        return self._step.has_new_batch and bool(self._driver.task.ranks.shards)
 
     def _drop_shown_pass(self) -> None:
         """Let the next pass replace the one that hooks were shown, which has failed or was of another model."""
@@ -688,18 +684,26 @@ class CustomLoop(Transient):
         """
         if not (isinstance(loss, Tensor) and loss.requires_grad and not loss.ndim):
             _check_loss(loss)
-        if self._step.evaluations:  # within a closure, whose first evaluation is recorded when it returns
-            if self._step.evaluations == 1 and self._driver.backward_callback is not None:
-                self._before_backward(loss)
-            self._run_backward(loss, options)
-            return
-        if self._step.is_counted:
+        is_recorded = not self._step.evaluations  # within a closure, its first evaluation is recorded when it returns
+        if is_recorded and self._step.is_counted:
             self._drop_cleared_passes()
-        if self._step.phase is not IN_STEP:
+        if is_recorded and self._step.phase is not IN_STEP:
             self._require_open_step("scope.backward(loss)")
-        if self._driver.backward_callback is not None:
-            self._before_backward(loss)
-        self._run_backward(loss, options)
+        if self._step.evaluations <= 1 and self._driver.backward_callback is not None:
+            # An Accelerator divides the loss by the number of micro-batches itself.
+            divisor = 1 if self._accelerator is None else self._accelerator.gradient_accumulation_steps
+            with self._hook_calls:
+                self._driver.before_backward(loss, divisor=divisor)
+        self._is_in_backward = True
+        self._mark((BACKWARD, self._now()))
+        try:
+            owner = self._driver.task if self._accelerator is None else self._accelerator
+            owner.backward(loss, **options)
+        finally:
+            self._mark((OTHER, self._now()))
+            self._is_in_backward = False
+        if not is_recorded:
+            return
         step = self._step
         step.calls += 1
         if self._accelerator is None:
@@ -786,22 +790,6 @@ class CustomLoop(Transient):
     def _as_closure(self, item: Any) -> Any:
         """Return a function among the arguments of ``optimizer.step`` as a closure that is observed."""
         return partial(self._evaluate_closure, item) if callable(item) and not isinstance(item, Tensor) else item
-
-    def _before_backward(self, loss: Tensor) -> None:
-        """Call hooks before the next pass; an Accelerator divides the loss by the number of micro-batches itself."""
-        count = 1 if self._accelerator is None else self._accelerator.gradient_accumulation_steps
-        with self._hook_calls:
-            self._driver.before_backward(loss, divisor=count)
-
-    def _run_backward(self, loss: Tensor, options: dict[str, Any]) -> None:
-        self._is_in_backward = True
-        self._mark((BACKWARD, self._now()))
-        try:
-            owner = self._driver.task if self._accelerator is None else self._accelerator
-            owner.backward(loss, **options)
-        finally:
-            self._mark((OTHER, self._now()))
-            self._is_in_backward = False
 
     def record_loss(self, loss: Tensor, *, complete: bool) -> None:
         """Record the detached loss of a micro-batch after its backward pass; ``complete`` if it is the step's last."""
@@ -957,8 +945,7 @@ class CustomLoop(Transient):
             finally:
                 hook_calls.is_on = False
             return
-        unscaled = unscaled_gradients(self._driver.task, scales_back=self._attached.keeps_gradients)
-        with self._hook_calls, unscaled as skipped:
+        with self._hook_calls, unscaled_gradients(self._attached) as skipped:
             self._driver.after_backward(loss, skipped=skipped)
         if skipped:
             self._end_step(skipped=True)
@@ -1021,8 +1008,7 @@ class CustomLoop(Transient):
         if self._step.phase is COMPLETE or self._is_bare:
             self._step.phase = UPDATING
             if self._scaler is not None and vars(optimizer).get("grad_scale") is not None:
-                unscaled = unscaled_gradients(self._driver.task, scales_back=self._attached.keeps_gradients)
-                with self._hook_calls, unscaled:
+                with self._hook_calls, unscaled_gradients(self._attached):
                     self._driver.before_update()
                 return
             hook_calls = self._hook_calls
@@ -1031,12 +1017,6 @@ class CustomLoop(Transient):
                 self._driver.before_update()
             finally:
                 hook_calls.is_on = False
-
-    @property
-    def _can_open_step(self) -> bool:
-        """Whether a step is open, or can be opened in a loop that reports no batches."""
-        is_unreported = self.arguments is not None and not (self._has_batches or self._is_bare)
-        return self._step.phase is IN_STEP or (self._step.phase is BETWEEN_STEPS and is_unreported)
 
     def _note_new_gradients(self) -> bool:
         """Return whether the loop has set gradients since the newest backward pass or update; note one of them."""
@@ -1052,9 +1032,11 @@ class CustomLoop(Transient):
 
     def _complete_own_gradients(self) -> None:
         """Complete a step at its update if the loop has set gradients without a backward pass."""
-        if not (self._can_open_step and self._note_new_gradients()):
+        is_between = self._step.phase is BETWEEN_STEPS
+        can_open = is_between and self.arguments is not None and not (self._has_batches or self._is_bare)
+        if not (can_open or self._step.phase is IN_STEP) or not self._note_new_gradients():
             return
-        if self._step.phase is BETWEEN_STEPS:
+        if is_between:
             self._open_step()
         if not self._step.returned:
             self._leave_out_tapping()

@@ -10,7 +10,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..combined_optimizers import separate_optimizers
-from ..training import TrainingTask
+from ..hooks import StatePart
+from .attached_loop import AttachedLoop
 
 
 def _scale_of(scaler: GradScaler | None, optimizer: Optimizer) -> Tensor | None:
@@ -29,12 +30,13 @@ def _copy_of(gradient: Tensor) -> Tensor:
 
 
 @contextmanager
-def unscaled_gradients(task: TrainingTask, *, scales_back: bool) -> Iterator[bool]:
+def unscaled_gradients(attached: AttachedLoop) -> Iterator[bool]:
     """Replace scaled gradients by unscaled copies for the body; yield whether every optimizer must skip its step.
 
-    An optimizer must skip its step if one of its gradients is not finite. If ``scales_back``, the copies, with the
-    changes of hooks, are scaled and copied into the gradients after the body; otherwise they are dropped.
+    An optimizer must skip its step if one of its gradients is not finite. If a hook changes gradients, the copies are
+    scaled and copied into the gradients after the body; otherwise they are dropped.
     """
+    task = attached.driver.task
     optimizers = separate_optimizers(task.optimizer)
     scales = [_scale_of(task.scaler, optimizer) for optimizer in optimizers]
     leaves: list[Any] = []
@@ -53,7 +55,7 @@ def unscaled_gradients(task: TrainingTask, *, scales_back: bool) -> Iterator[boo
         leaf.grad = gradient
     try:
         yield len(overflows) == len(optimizers) and all(map(bool, overflows))
-        if scales_back:
+        if any(StatePart.GRADIENTS.value in parts for parts in attached.treatments.values()):
             scale = next(scale for scale in scales if scale is not None)  # a scaler has one scale for all optimizers
             with torch.no_grad():
                 for leaf, gradient in zip(leaves, scaled, strict=True):

@@ -167,7 +167,7 @@ class TrainerEvents(TrainerCallback):
             replica=unwrap(trainer.model_wrapped)[1],
             accumulate=args.gradient_accumulation_steps,
             compiled=wrapped is not trainer.model,
-            length=int(state.num_train_epochs if attached.options.loop == "epoch" else state.max_steps),
+            length=int(state.num_train_epochs if attached.options.loop != "step" else state.max_steps),
             scheduler_interval="step",
         )
         for path in [*checkpoint_folders(self._stored)][:1] if self._stored is not None else ():

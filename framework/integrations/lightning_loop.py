@@ -228,7 +228,7 @@ class LightningLoop(Transient):
             return
         driver, losses = self._attached.driver, self._losses
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        with unscaled_gradients(driver.task, scales_back=self._attached.keeps_gradients) as overflowed:
+        with unscaled_gradients(self._attached) as overflowed:
             skipped = overflowed or is_skipped(driver.task)
             self._stage = "skipped" if skipped else "complete"
             driver.after_backward(loss, skipped=skipped)
@@ -238,7 +238,7 @@ class LightningLoop(Transient):
         clip(*inputs, **options)
         if self._stage == "complete":
             self._stage = "updating"
-            with unscaled_gradients(self._attached.driver.task, scales_back=self._attached.keeps_gradients):
+            with unscaled_gradients(self._attached):
                 self._attached.driver.before_update()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:

@@ -34,7 +34,7 @@ def attach_to(trainer: Any, options: AttachOptions) -> AttachedScope:
         for logger in trainer.loggers:
             logger.log_metrics(numbers, max(0, step - 1))  # Lightning logs the first step as step 0
 
-    limit = trainer.max_epochs if options.loop == "epoch" else trainer.max_steps
+    limit = trainer.max_epochs if options.loop != "step" else trainer.max_steps
     options = replace(options, length=options.length or (limit if limit and limit > 0 else None))
     options = route_through_trainer(options, log)
     scheduler = accumulation_scheduler(trainer)

@@ -103,13 +103,10 @@ def test_silent_run_prints_warnings_at_end(tmp_path, capsys):
 
 
 def test_attach_has_every_setting_with_its_default():
-    """Each field of the options is an argument of attach; ``audit`` has a shorter name, ``loop`` is chosen later."""
+    """Each field of the options is an argument of attach; ``audit`` has a shorter name."""
     arguments = {name: item.default for name, item in signature(attach).parameters.items()}
     arguments["audit_hooks"] = arguments.pop("audit")
-    assert arguments["loop"] is None
     for item in fields(AttachOptions):
-        if item.name in ("loop", "is_loop_given"):
-            continue
         default = item.default if item.default_factory is MISSING else item.default_factory()
         assert arguments[item.name] == default or (arguments[item.name] is None and not default), item.name
 
