@@ -123,11 +123,8 @@ class HookSet:
         if self.profiler.enabled:
             state_of = partial(self.run_in_gate, Call(hook.name, "state_dict", step), hook.state_dict)
             run_hook = partial(self.profiler.call, hook.name, run_hook, state_of)
-        is_collective = intervention is not None
-        if self.timer is None:
-            return self._call_safely(hook, call, run_hook, collective=is_collective)
-        timed = partial(self._call_safely, hook, call, run_hook, collective=is_collective)
-        return self.timer.time_call(hook.name, where, timed)
+        safe_call = partial(self._call_safely, hook, call, run_hook, collective=intervention is not None)
+        return safe_call() if self.timer is None else self.timer.time_call(hook.name, where, safe_call)
 
     def _call_safely(
         self, hook: TrainingHook, call: Call, run_hook: Callable[[], Result], *, collective: bool = False
@@ -217,10 +214,8 @@ class HookSet:
             with self.profiler.clock.during(HOOKS), self.profiler.section(hook.name), attention_not_read():
                 return self.isolation.observe_in_pass(call, function)
 
-        if self.timer is None:
-            return self._call_safely(hook, call, run_in_pass)
-        timed = partial(self._call_safely, hook, call, run_in_pass)
-        return self.timer.time_pass(hook.name, call.step, timed)
+        safe_call = partial(self._call_safely, hook, call, run_in_pass)
+        return safe_call() if self.timer is None else self.timer.time_pass(hook.name, call.step, safe_call)
 
     @property
     def rolled_back_hook(self) -> str:

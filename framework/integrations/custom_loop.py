@@ -186,7 +186,9 @@ class CustomLoop(Transient):
         self._step = Step()
         self._index = self._first_index = 0  # of the step in the epoch
         self._is_in_epoch = self._is_data_exhausted = False  # state of the epoch
-        self._is_bare = self._has_deferred_work = self._has_batches = False
+        self._is_bare = self._has_deferred_work = False
+        self.has_batches = False
+        """Whether the loop reports its batches."""
         self._bare_points = BARE_POINTS
         self._used: set[str] = set()
         """The calls that the loop has used, and the sentences that were shown."""
@@ -256,10 +258,6 @@ class CustomLoop(Transient):
         )
 
     # Batches
-
-    def begin_data(self) -> None:
-        """Note that the loop reports its batches."""
-        self._has_batches = True
 
     def micro_batch(self, batch: Batch, steps: int | None, *others: Batch) -> None:
         """Start a step with its first micro-batch, or continue it with the next one.
@@ -359,7 +357,7 @@ class CustomLoop(Transient):
         if self._step.phase is UPDATING:
             self._end_failed_update()
         step = self._step
-        if self._has_batches:
+        if self.has_batches:
             if step.has_new_batch:
                 step.batches[-1] = batch
                 self._driver.loop.batch = self._batch
@@ -427,7 +425,7 @@ class CustomLoop(Transient):
 
         Without hooks before backward passes, the step begins after the pass.
         """
-        is_open = self._step.has_closure or self._has_batches or self._driver.backward_callback is None
+        is_open = self._step.has_closure or self.has_batches or self._driver.backward_callback is None
         return not is_open and reaches(loss, self._parameters)
 
     def on_failed_backward(self) -> None:
@@ -455,7 +453,7 @@ class CustomLoop(Transient):
             self._drop_shown_pass()
             return
         self._was_shown = False
-        if step.phase is BETWEEN_STEPS and not (step.has_closure or self._has_batches):
+        if step.phase is BETWEEN_STEPS and not (step.has_closure or self.has_batches):
             self._open_step()
             step = self._step
         if step.phase not in (IN_STEP, UPDATING) or (step.phase is UPDATING and not step.has_closure):
@@ -550,7 +548,7 @@ class CustomLoop(Transient):
         """Forget observed passes whose gradients the loop has cleared since, such as those of another model's loss."""
         step = self._step
         if step.phase is IN_STEP and step.is_counted and step.losses and self._is_cleared:
-            newest = step.batches[-1] if step.has_new_batch or self._has_batches else NO_ROWS
+            newest = step.batches[-1] if step.has_new_batch or self.has_batches else NO_ROWS
             self._reads_divisors = True
             self._cancel_step()
             self._others.watch()
@@ -622,7 +620,7 @@ class CustomLoop(Transient):
             self._first_index = index
 
     def _start(self, batch: Batch | None, steps: int | None) -> None:
-        if self.arguments is not None and not self._has_batches:
+        if self.arguments is not None and not self.has_batches:
             self._attached.use_found_parts()
             self._use_driver()
         with self._hook_calls:
@@ -722,7 +720,7 @@ class CustomLoop(Transient):
         Raises:
             UsageError: if no batch is open, or its gradients are complete.
         """
-        if self._step.phase is BETWEEN_STEPS and self.arguments is not None and not self._has_batches:
+        if self._step.phase is BETWEEN_STEPS and self.arguments is not None and not self.has_batches:
             self._open_step()
         if self._step.phase is BETWEEN_STEPS:
             raise UsageError(
@@ -1033,7 +1031,7 @@ class CustomLoop(Transient):
     def _complete_own_gradients(self) -> None:
         """Complete a step at its update if the loop has set gradients without a backward pass."""
         is_between = self._step.phase is BETWEEN_STEPS
-        can_open = is_between and self.arguments is not None and not (self._has_batches or self._is_bare)
+        can_open = is_between and self.arguments is not None and not (self.has_batches or self._is_bare)
         if not (can_open or self._step.phase is IN_STEP) or not self._note_new_gradients():
             return
         if is_between:

@@ -20,7 +20,7 @@ from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback,
 from ..checkpoints import FRESH_STREAMS, CheckpointWriter, checkpoint_folders, open_checkpoint, read_content
 from ..data import Batch
 from ..errors import UsageError, notice, require
-from ..isolation import undone_in_attributes
+from ..isolation import undone_in_modules
 from ..runs import status_of_script
 from ..state import Transient, optimizers_of
 from ..training import DATA, FORWARD, OTHER, takes_closure
@@ -266,7 +266,7 @@ class TrainerEvents(TrainerCallback):
         # Modules are undone with the training state; the rest are settings, data, and callbacks.
         others = (getattr(trainer, name, None) for name in NOT_COUNTERS)
         modules = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
-        with undone_in_attributes(trainer, [*others, *modules]):
+        with undone_in_modules((), others=(vars(trainer),), excluded=(*others, *modules)):
             is_part = any(part is batch for part in self._parts)
             count = len(self._parts) if is_part else 1
             model.train()

@@ -194,7 +194,7 @@ class Scope(AttachedScope):
         self._require_open("batches")
         if self._attached.is_started:
             self._loop.end_epoch({})
-        self._loop.begin_data()
+        self._loop.has_batches = True
         steps = steps_in(loader, self._loop.accumulation)
         if isinstance(loader, Loader):
             loader = loader.batches(*self._loop.next_position())

@@ -83,18 +83,19 @@ def undone_in_modules(
     optimizers: Iterable[Optimizer] = (),
     spare: list[ModulesCopy] | None = None,
     others: Sequence[Any] = (),
+    excluded: Iterable[Any] = (),
 ) -> Iterator[ModulesCopy]:
     """Undo, after the body, all changes of modules: parameters, buffers, modes, attributes, submodules and hooks.
 
     Objects are restored as the same objects, tensors with the same bytes and versions. Of optimizers that swap weights
     to evaluate, the state is restored, too: such a swap rounds. ``spare`` is a list of copies to use again, ``others``
-    are further objects to restore. Yields the copy.
+    are further objects to restore; what is reached only through ``excluded`` objects is left out. Yields the copy.
     """
     copies = [] if spare is None else spare
     swapping = [optimizer for optimizer in optimizers if swaps_weights(optimizer)]
     entries = [entry for optimizer in swapping for entry in (*optimizer.param_groups, *optimizer.state.values())]
     copy = copies.pop() if copies else ModulesCopy()
-    copy.save((*modules, *others, *entries))
+    copy.save((*modules, *others, *entries), excluded)
     try:
         with ExitStack() as stack:
             for module in modules:
@@ -103,17 +104,6 @@ def undone_in_modules(
     finally:
         copy.restore()
         copies.append(copy)
-
-
-@contextmanager
-def undone_in_attributes(owner: Any, excluded: Iterable[Any]) -> Iterator[None]:
-    """Undo, after the body, all changes of an object's attributes, and of what they reach without ``excluded``."""
-    copy = ModulesCopy()
-    copy.save((vars(owner),), excluded)
-    try:
-        yield
-    finally:
-        copy.restore()
 
 
 def swaps_weights(optimizer: Any) -> bool:

@@ -259,9 +259,8 @@ class FromPlainForms:
         if isinstance(present, dict):
             previous = dict(zip(keys_of(present), values_of(present), strict=True))
             code = {described(key): key for key in previous if is_code(key)}
-            keys = [
-                self.value_of(key, code.get(key["code"]) if _is_form_of_code(key) else ABSENT) for key, _ in content
-            ]
+            forms = [(key, isinstance(key, Mapping) and "code" in key) for key, _ in content]
+            keys = [self.value_of(key, code.get(key["code"]) if is_of_code else ABSENT) for key, is_of_code in forms]
             pairs = zip(keys, content, strict=True)
             refill(present, keys, [self._required_value_of(form, previous.get(key)) for key, (_, form) in pairs])
         else:
@@ -293,10 +292,6 @@ def _immutable_of(kind: Any, items: list[Any]) -> Any:
     if hasattr(kind, "n_sequence_fields"):  # a named tuple of C code, such as torch.return_types
         return kind(items)
     return (tuple if issubclass(kind, tuple) else frozenset).__new__(kind, items)
-
-
-def _is_form_of_code(form: Any) -> bool:
-    return isinstance(form, Mapping) and "code" in form
 
 
 def _of_kind(present: Any, name: str) -> Any:

@@ -408,16 +408,6 @@ def device_of(state: StateObjects) -> torch.device:
     return next(state.model.parameters()).device
 
 
-def attribute_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
-    """Return the plain forms, by name, of the attributes of modules other than tensors, modules and hooks."""
-    forms = plain_forms(state)
-    return {
-        f"{name}.{key}": forms.form_of(value)
-        for name, module in state.modules.named_modules()
-        for key, value in module_attributes(module).items()
-    }
-
-
 class Modules(Part):
     """The attributes of modules other than tensors, modules and hooks."""
 
@@ -427,7 +417,7 @@ class Modules(Part):
         """Yield the class and the tables of every module, then its other attributes in plain form."""
         for name, module in state.modules.named_modules():
             yield f"modules/{name}", (type(module), *(tuple(vars(module)[table]) for table in TABLES))
-        for name, form in attribute_forms(state).items():
+        for name, form in self.store(state).items():
             yield from nested(f"modules/{name}", form)
 
     def watch(self, state: StateObjects) -> Watched:
@@ -451,9 +441,14 @@ class Modules(Part):
             names=[f"the class of modules/{name}" for name, _ in state.modules.named_modules()],
         )
 
-    def store(self, state: StateObjects, streams: StreamState) -> dict[str, Any]:
+    def store(self, state: StateObjects, streams: StreamState | None = None) -> dict[str, Any]:
         """Return the plain forms of the attributes by name."""
-        return attribute_forms(state)
+        forms = plain_forms(state)
+        return {
+            f"{name}.{key}": forms.form_of(value)
+            for name, module in state.modules.named_modules()
+            for key, value in module_attributes(module).items()
+        }
 
     def load(self, state: StateObjects, stored: Mapping[str, Any]) -> None:
         """Set the attributes of every module from their plain forms."""

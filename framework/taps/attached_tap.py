@@ -16,8 +16,8 @@ from .callbacks import FORWARD_TENSORS, ForwardCallbacks, input_callbacks, outpu
 from .checked_function import checked_function
 from .compiled_sites import ELSEWHERE, EXCLUDED, SiteTap
 from .compiled_traces import tapped_in_graphs
-from .forward_calls import ForwardCallback, after_forward, forward_function
-from .passes import RunningPasses
+from .forward_calls import forward_function
+from .passes import RunningPasses, is_training_use
 from .scripted_modules import leave_taps_out_of_scripts
 from .weight_uses import elsewhere_callbacks, weight_callbacks
 
@@ -61,7 +61,7 @@ class AttachedTap:
         elif isinstance(tap, ForwardTap):
             module = _target_of(dict(model.named_modules(remove_duplicate=False)), owner, tap)
             on_call = forward_function(owner, tap, self.is_active, passes)
-            self._registrations = [partial(_after_forward, module, after_forward(on_call))]
+            self._registrations = [partial(_after_forward, module, on_call)]
             self._tap_graphs(module, "forward", on_call)
         elif isinstance(tap, AttentionTap):
             module = _target_of(dict(model.named_modules(remove_duplicate=False)), owner, tap)
@@ -169,8 +169,14 @@ class AttachedTap:
             self.detach()
 
 
-def _after_forward(module: nn.Module, callback: ForwardCallback) -> AbstractContextManager[Any]:
-    hook = InternalFunction(callback)
+def _after_forward(module: nn.Module, on_call: Callable[[tuple[Any, ...]], None]) -> AbstractContextManager[Any]:
+    """Call a function after forward passes of a module that belong to the training."""
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if is_training_use():
+            on_call((args, kwargs, output))
+
+    hook = InternalFunction(after)
     handle = module.register_forward_hook(hook, with_kwargs=True)
     # Private: torch only looks up whether the key is in this table, whose values are True (torch 2.9 to 2.15). The
     # value here marks the entry as internal, so that digests omit it as they omit the hook.

@@ -1,21 +1,18 @@
 """The callback of a forward tap, with a check that its function changes no tensor."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import StateMutationError
 from ..hooks import ForwardCall, ForwardTap, Tap, TapOwner
 from ..tensors import in_bytes
 from .checked_function import is_symbolic, version_of
-from .passes import RunningPasses, is_training_use
-
-ForwardCallback = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
-"""A module hook with the arguments of ``register_forward_hook(with_kwargs=True)``."""
+from .passes import RunningPasses
 
 
 def forward_function(
@@ -37,16 +34,6 @@ def forward_function(
         call_unchanged(owner, tap, function, all_tensors, "an input or output", passes)
 
     return on_call
-
-
-def after_forward(on_call: Callable[[tuple[Any, ...]], None]) -> ForwardCallback:
-    """Return a module hook that calls a function in forward passes of the training."""
-
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        if is_training_use():
-            on_call((args, kwargs, output))
-
-    return after
 
 
 def call_unchanged(
