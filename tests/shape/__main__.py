@@ -18,7 +18,7 @@ from tests.shape.counts import (
 PAGE = ROOT / "docs/architecture.md"
 START, END = "<!-- shape -->\n", "<!-- end of shape -->"
 KERNEL = "lines of code in `framework` without the rooms below"
-NOT_REACHED = frozenset({KERNEL})
+NOT_REACHED = frozenset[str]()
 """Measures that are above their limits; remove a name once its measure is below."""
 LIMITS_OF_ROOMS = {
     "low precision": 1_800,
