@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..doctor.senses import saved_value
+from ..doctor.senses.autograd_nodes import all_nodes, inputs_of, operation_of, output_of
 from ..errors import with_lines
 from .values import assembled, dismantled, leaves_by_name, tensors_within
 
@@ -451,6 +452,8 @@ class StepRecorder(TorchFunctionMode):
         step.loss = None if root is None else self._values.get(id(root))
         step.loss_value = None if root is None else _copy(root)
         step.factors = () if root is None else factors_of(root)
+        if root is not None and step.loss in step.outputs:
+            step.shapes |= _products(root)
         if step.loss is not None:
             step.forget_metrics()
         step.forget_unused()
@@ -637,6 +640,26 @@ def _is_structure(tensor: Tensor) -> bool:
     if table.ndim == 2:
         return table.shape[0] == table.shape[1] and len(torch.unique(table)) < 3
     return table.ndim == 1 and bool((table == torch.arange(len(table), device=table.device)).all())
+
+
+def _products(root: Tensor) -> set[tuple[int, ...]]:
+    """Return the shapes of products of two results of a model that returns its loss, such as those of pairs of rows.
+
+    Products with a weight do not count.
+    """
+    shapes = set()
+    for node in all_nodes(root.grad_fn):
+        factors = inputs_of(node)
+        if operation_of(node) in ("Mm", "Bmm") and len(factors) == 2 and not any(map(_is_weight, factors)):
+            shape, _ = output_of(node)
+            if len(shape) == 2 or shape[:1] == (1,):  # einsum adds a dimension of one entry
+                shapes.add(shape[-2:])
+    return shapes
+
+
+def _is_weight(node: Any) -> bool:
+    inner = inputs_of(node) if operation_of(node) in ("T", "Transpose", "Permute") else [node]
+    return any(operation_of(item) == "AccumulateGrad" or item.name().endswith("AccumulateGrad") for item in inner)
 
 
 def factors_of(root: Tensor) -> tuple[float, ...]:

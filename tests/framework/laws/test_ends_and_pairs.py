@@ -1,6 +1,7 @@
 """Rows whose end is marked by their padding, and rows that belong together in pairs: right and broken trainings."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -99,3 +100,26 @@ def test_places_matter_in_few_rows() -> None:
     batch = {"x": torch.randn(4, 5), "target": torch.randn(4, 1)}
     with pytest.raises(AssertionError, match="order_does_not_matter"):
         check_training(Placed(), fitted, batch, laws=["order_does_not_matter"])
+
+
+class Towers(nn.Module):
+    """Two towers that return a loss over the similarities of all pairs of rows, or that of a root of a mean."""
+
+    def __init__(self, *, pairs: bool) -> None:
+        super().__init__()
+        self.one, self.other, self.pairs = nn.Linear(5, 8, bias=False), nn.Linear(5, 8, bias=False), pairs
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the loss."""
+        first, second = self.one(x), self.other(y)
+        if self.pairs:
+            return F.cross_entropy(first @ second.T, torch.arange(len(x)))
+        return (first - second).square().mean().sqrt()
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_models_that_return_a_loss_of_pairs_are_right(pairs: bool) -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 5), "y": torch.randn(8, 5)}
+    with nullcontext() if pairs else pytest.raises(AssertionError, match="no mean of the halves"):
+        check_training(Towers(pairs=pairs), lambda model, given: model(**given), batch, laws=["halves_make_a_whole"])
