@@ -34,6 +34,8 @@ SYMPTOMS = ("every_parameter_learns", "input_matters", "loss_starts_at_chance", 
 """Laws whose break may follow from that of another one; broken ones are listed last, in this order."""
 OBSERVERS = ["training_checks"]
 """The hooks whose record shows mistakes in the set-up."""
+SURE = 0.9
+"""The least confidence of a finding that is shown."""
 FILE = "laws.json"
 ALONE = "LOOPSCOPE_WATCH_ALONE"
 """The variable with which ranks that a model does not show are attached one by one."""
@@ -167,7 +169,7 @@ def _findings(out: Path, laws: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     return [
         {"id": item.id, "severity": item.severity, "step": item.step, "why": item.why, "next": item.next}
         for item in findings
-        if item.stage == "set-up" and item.law not in decided
+        if item.stage == "set-up" and item.confidence >= SURE and item.law not in decided
     ]
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..doctor.senses import saved_value
-from ..doctor.senses.autograd_nodes import all_nodes, inputs_of, operation_of, output_of
+from ..doctor.senses import all_nodes, inputs_of, operation_of, output_of, saved_value
 from ..errors import with_lines
 from .values import assembled, dismantled, leaves_by_name, tensors_within
 

@@ -118,7 +118,7 @@ class Towers(nn.Module):
 
 
 @pytest.mark.parametrize("pairs", [True, False])
-def test_models_that_return_a_loss_of_pairs_are_right(pairs: bool) -> None:
+def test_returned_losses_of_pairs_are_right(pairs: bool) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(8, 5), "y": torch.randn(8, 5)}
     with nullcontext() if pairs else pytest.raises(AssertionError, match="no mean of the halves"):
