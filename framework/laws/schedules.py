@@ -146,13 +146,14 @@ class Schedules:
         """Return a sentence on a schedule that is stepped too often, if there is one."""
         return next(filter(None, (course.problem() for course in self._courses.values())), "")
 
-    def outcome(self) -> Outcome:
-        """Return what the schedules of a training have shown whose updates were all watched."""
+    def outcome(self, *, is_planned: bool = False) -> Outcome:
+        """Return what the schedules of a training have shown whose updates were all watched, or are planned."""
         known = [course for course in self._courses.values() if any(course.counts)]
         if not known:
             return not_checked("no schedule of an optimizer was stepped")
         if sentence := next(filter(None, (course.warms_up() for course in known)), ""):
-            return broken(sentence)
+            # Without a plan, a training that ends in its warm-up may be a short run of a script that is tried out.
+            return broken(sentence) if is_planned else not_checked(sentence)
         if any(sum(rate <= LEAST * max(one.rates) for rate in one.rates) > MOST_LOW * len(one.rates) for one in known):
             return not_checked("the learning rate was low in many updates")
         return holds("; ".join(map(_Course.summary, known)))
@@ -169,7 +170,7 @@ class Schedules:
         plan = Schedules()
         plan._courses = known
         sentence = plan.problem()
-        outcome = broken(sentence) if sentence else plan.outcome()
+        outcome = broken(sentence) if sentence else plan.outcome(is_planned=True)
         plan_of = f"by the plan of {updates} updates: "
         return None if outcome.verdict == "not checked" else Outcome(outcome.verdict, plan_of + outcome.evidence)
 

@@ -113,7 +113,10 @@ def test_warm_ups_end_before_the_training(warm_up: int, verdict: str) -> None:
     def rate(step: int) -> float:
         return min(1.0, step / warm_up)
 
-    assert course(partial(lr_scheduler.LambdaLR, lr_lambda=rate), 40).outcome().verdict == verdict
+    schedules = course(partial(lr_scheduler.LambdaLR, lr_lambda=rate), 40)
+    assert schedules.outcome(is_planned=True).verdict == verdict
+    # Without a plan it may be a short run of a script that is tried out.
+    assert schedules.outcome().verdict == ("holds" if verdict == "holds" else "not checked")
 
 
 @pytest.mark.parametrize(("is_complete", "verdict"), [(False, "broken"), (True, "not checked")])
