@@ -32,7 +32,7 @@ class BinnedCurve:
         """Return the bins of a curve.
 
         >>> BinnedCurve.of(MetricCurve.of_points(range(400), range(400))).values[:, -1].tolist()
-        [399.0, 396.0, 399.0]
+        [399.0, 398.0, 399.0]
         """
         steps = curve.steps.astype(np.int64)
         clipped = np.clip(curve.values, -LARGEST, LARGEST)

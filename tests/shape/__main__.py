@@ -22,7 +22,7 @@ NOT_REACHED = frozenset[str]()
 """Measures that are above their limits; remove a name once its measure is below."""
 LIMITS_OF_ROOMS = {
     "low precision": 1_800,
-    "laws": 4_460,
+    "laws": 4_480,
     "watched scripts": 1_900,
     "policies": 1_250,
     "comparisons of commands": 600,

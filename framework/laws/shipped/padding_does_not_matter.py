@@ -10,6 +10,8 @@ from ..padding import Padded, marks_ends, scores_padding, sees_embedded_padding,
 from ..rows import is_mask
 from ..trial import TIMES_NOISE, Trial, distance
 
+SCORED = "the loss of outputs at padded positions"
+
 
 class PaddingDoesNotMatter(Law):
     """Put other content into masked positions, and compare the outputs of all other positions, and the loss."""
@@ -31,7 +33,8 @@ class PaddingDoesNotMatter(Law):
         if torch.equal(changed, tokens):
             return not_checked("no position is padded")
         outcome = self._compared(trial, tokens, padded, {index: changed})
-        if outcome.verdict == "broken" and marks_ends(tokens, padded):
+        is_of_positions = outcome.evidence.startswith(SCORED)
+        if outcome.verdict == "broken" and not is_of_positions and marks_ends(tokens, padded):
             with suppress(Exception):  # of a model whose sequences have a fixed length
                 return outcome if sees_padding(trial, Padded(index, padded)) else holds()
         return outcome
@@ -53,7 +56,9 @@ class PaddingDoesNotMatter(Law):
         if not trial.step.problem and (difference := distance(before.loss, after.loss)):
             noise = trial.loss_noise(before.loss)
             if difference > TIMES_NOISE * noise:
-                return broken(f"the loss changes by {difference:.1e} with the content of padded positions")
+                has_positions = any(one.shape[:2] == tokens.shape[:2] for one in before.outputs)
+                what = SCORED if has_positions else "the loss"
+                return broken(f"{what} changes by {difference:.1e} with the content of padded positions")
         return holds()
 
     def _without_mask(self, trial: Trial) -> Outcome:

@@ -52,6 +52,10 @@ class RanksAgree(Law):
         size = max(float(item[2].norm()) for item in gathered)
         if max(distance(item[2], gathered[0][2]) for item in gathered) > TOLERANCE * size:
             return broken("the gradients of the ranks differ after the backward pass")
+        if not any(problems) and size and all(torch.equal(item[1], gathered[0][1]) for item in gathered):
+            return broken(
+                "all ranks have the same gradient, bit for bit, before it is averaged: they get the same rows"
+            )
         if any(problems):
             return not_checked(next(filter(None, problems)))
         if missing := _missing_part(trial, ours, own):

@@ -123,3 +123,29 @@ def test_returned_losses_of_pairs_are_right(pairs: bool) -> None:
     batch = {"x": torch.randn(8, 5), "y": torch.randn(8, 5)}
     with nullcontext() if pairs else pytest.raises(AssertionError, match="no mean of the halves"):
         check_training(Towers(pairs=pairs), lambda model, given: model(**given), batch, laws=["halves_make_a_whole"])
+
+
+class Predictor(nn.Module):
+    """Predicts the next token, and returns logits and loss, as causal models of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(SYMBOLS, 8), nn.Linear(8, SYMBOLS)
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.table(tokens) * attention_mask.cumsum(1)[..., None])
+        return {"logits": logits, "loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_scored_padding_matters_in_models_with_a_loss(ignored: bool) -> None:
+    torch.manual_seed(0)
+    batch = padded_batch()
+    batch["labels"] = batch["x"].masked_fill((batch["mask"] == 0) & ignored, -100)
+
+    def loss(model: nn.Module, given: Batch) -> Tensor:
+        return model(given["x"], attention_mask=given["mask"], labels=given["labels"])["loss"]
+
+    expected = pytest.raises(AssertionError, match="the loss of outputs at padded positions changes")
+    with nullcontext() if ignored else expected:
+        check_training(Predictor(), loss, batch, laws=["padding_does_not_matter"])
