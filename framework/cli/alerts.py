@@ -12,7 +12,7 @@ from ..errors import counted, require
 from ..hooks import SEVERITIES, Severity
 from ..runs import RunRecord, read_alerts, read_history, warn_of_changes
 from .output import Output, with_output_options
-from .parser import CommandParser
+from .parser import CommandParser, given_run
 
 MOST_ITEMS = 50
 MOST_ROWS = 8
@@ -34,10 +34,9 @@ def alerts_parser() -> CommandParser:
 def alerts(words: Sequence[str]) -> None:
     """List alerts and findings; raises :class:`UsageError` for bad input."""
     given = alerts_parser().complete(words)
-    require(len(given["RUN"]) == 1, f"loopscope alerts takes the folder of one run, but got {len(given['RUN'])}.")
+    folder = given_run(given, "alerts")
     require(given["since"] >= 0, f"--since is {given['since']}; it must be a step, 0 or more.")
     require(given["limit"] >= 1, f"--limit is {given['limit']}; it must be at least 1.")
-    folder = Path(given["RUN"][0])
     RunRecord.read(folder)
     warn_of_changes(folder)
     items = sorted([*_findings(folder), *map(_alert, read_alerts(folder))], key=itemgetter("step"))

@@ -13,7 +13,7 @@ from ..many_runs import IndexedRuns, indexed_runs
 from ..runs import READ, RunRecord, read_step_times
 from .finding_groups import finding_groups, group_lines
 from .output import Kept, Output, ReportedError, with_output_options
-from .parser import CommandParser, line_width
+from .parser import CommandParser, given_run, line_width
 
 WIDE = 100  # the longest line of text
 BRANCHES, STEPS = 4, 10
@@ -42,11 +42,11 @@ def doctor(words: Sequence[str]) -> None:
         ReportedError: if ``--fail-on`` is given and a finding has at least its severity.
     """
     given = doctor_parser().complete(words)
-    require(len(given["RUN"]) == 1, f"loopscope doctor takes the folder of one run, but got {len(given['RUN'])}.")
+    place = given_run(given, "doctor")
     is_changed = (given["branches"], given["steps"]) != (BRANCHES, STEPS)
     require(given["test"] or not is_changed, "--branches and --steps are options of the tests; add --test.")
     with indexed_runs() as runs:
-        folders = runs.folders(Path(given["RUN"][0]), "doctor")
+        folders = runs.folders(place, "doctor")
         diagnosed = {folder: _diagnosed(folder, runs) for folder in folders}
     diagnoses = {folder: diagnosis for folder, (diagnosis, _) in diagnosed.items()}
     if given["test"]:

@@ -28,7 +28,7 @@ from ..report import EVALUATED_BY, FoundRun, inspect_run
 from ..runs import ATTACHED_RUNS, SETTINGS, ExperimentConfig, RunRecord, require, run_folders
 from .job_listing import ListedJobs, watch_lines
 from .output import Output, with_output_options
-from .parser import NAMES, CommandParser, line_width
+from .parser import NAMES, CommandParser, given_run, line_width
 from .run_content import diagnosis_of, recorded_options, run_content, shown_content
 
 WIDE = 100  # columns of a terminal that shows full dates, and the longest line of text
@@ -146,9 +146,9 @@ def show_parser() -> CommandParser:
 def show(words: Sequence[str]) -> None:
     """Show a run with its metrics, or a short form of all runs of an experiment."""
     given = show_parser().complete(words)
-    require(len(given["RUN"]) == 1, f"loopscope show takes the folder of one run, but got {len(given['RUN'])}.")
+    folder = given_run(given, "show")
     require(given["points"] >= 1, f"--points is {given['points']}; it must be at least 1.")
-    folder, patterns = Path(given["RUN"][0]), given["metrics"]
+    patterns = given["metrics"]
     runs = [inspect_run(path) for path in run_folders(folder, "show")]
     for run in runs:
         require(run.record is not None or run.path != folder, run.problem)

@@ -222,3 +222,11 @@ class CommandParser(argparse.ArgumentParser):
             else:
                 converted[name] = typed(option, value, annotation)
         return converted
+
+
+def given_run(given: Mapping[str, Any], command: str) -> Path:
+    """Return the folder that a command was given; raises :class:`UsageError` unless it is one."""
+    folders = given["RUN"]
+    remedy = "" if folders else f": loopscope {command} FOLDER, with one of those that loopscope ls lists"
+    require(len(folders) == 1, f"loopscope {command} takes the folder of one run, but got {len(folders)}{remedy}.")
+    return Path(folders[0])

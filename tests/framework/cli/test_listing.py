@@ -241,7 +241,7 @@ def test_runs_are_found_at_any_depth(runs: Path, tmp_path: Path, capsys, monkeyp
         (["ls", "a_file"], "a_file is not a folder"),
         (["ls", "empty", "nowhere"], "loopscope ls takes one folder, but got 2: empty, nowhere."),
         (["ls", "--odd"], "Unknown option '--odd'"),
-        (["show"], "loopscope show takes the folder of one run, but got 0."),
+        (["show"], "loopscope show takes the folder of one run, but got 0: loopscope show FOLDER, with one"),
         (["show", "empty"], "contains none"),
         (["show", "output/small/plain", "--metrics", "norms/total_grad_nrm"], "the nearest: norms/total_grad_norm"),
         (["show", "output/small/plain", "--metrics"], "--metrics needs a value."),
