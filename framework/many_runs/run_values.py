@@ -1,4 +1,4 @@
-"""What the commands ask of runs: state, diagnosis and summary of the metrics, from the index where it has them."""
+"""State, diagnosis and summary of the metrics of runs, read from the index where it has them."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
